@@ -1,0 +1,131 @@
+"""What a kernel is generated for: the specification, its name, and why some combinations have no kernel.
+
+Only what changes the *text* of a kernel is a field here. Scale, window width, dtype, sequence lengths and tile sizes
+are arguments of the generated functions.
+"""
+
+import dataclasses
+import difflib
+import enum
+import re
+from collections.abc import Iterable
+
+
+class Target(enum.StrEnum):
+    """The language and compiler that a kernel is written for."""
+
+    PALLAS_TPU = "pallas_tpu"
+    TRITON = "triton"
+
+
+class Layout(enum.StrEnum):
+    """The order of the dimensions of query, key and value."""
+
+    BSHD = "bshd"
+    BHSD = "bhsd"
+
+
+class MaskKind(enum.StrEnum):
+    """The shape of the positional predicate `lower <= kv_position - q_position <= upper`.
+
+    `FULL` has no bound, `CAUSAL` only the upper one, `WINDOW` both. The bounds' values are arguments.
+    """
+
+    FULL = "full"
+    CAUSAL = "causal"
+    WINDOW = "window"
+
+
+MAX_HEAD_DIM = 256
+
+
+class SpecError(ValueError):
+    """A name that describes no kernel, or a combination for which there is none."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class KernelSpec:
+    """One kernel's text.
+
+    `qk_dim` and `v_dim` are the head dims of query/key and of value. `segments` adds, per token, an id (tokens see only
+    their own id) and, where the mask has a bound, a position that replaces the token's index.
+    """
+
+    target: Target
+    layout: Layout
+    mask: MaskKind
+    qk_dim: int
+    v_dim: int
+    segments: bool = False
+
+    @property
+    def name(self) -> str:
+        """`target/layout_mask_qkDIM_vDIM[_option...]`: also the kernel's path below `generated/`, without `.py`."""
+        return f"{self.target}/" + "_".join(_label(self, field) for field in _fields() if _label(self, field))
+
+    @classmethod
+    def from_name(cls, name: str) -> "KernelSpec":
+        """Inverse of `name`. Raises `SpecError` that says what is wrong with the name."""
+        target, _, rest = name.partition("/")
+        words = rest.split("_")
+        values = {"target": _member(Target, target, name)}
+        for field in _fields():
+            if field.type is bool:
+                values[field.name] = field.name in words
+                words = [word for word in words if word != field.name]
+            elif not words:
+                raise SpecError(f"{name!r} ends before its {field.name}; {_FORM}")
+            elif field.type is int:
+                values[field.name] = _dim(field.name, words.pop(0), name)
+            else:
+                values[field.name] = _member(field.type, words.pop(0), name)
+        if words:
+            raise SpecError(f"{name!r} has {'_'.join(words)!r} left over; {_FORM}")
+        spec = cls(**values)
+        if spec.name != name:
+            raise SpecError(f"{name!r} is written {spec.name!r}; {_FORM}")
+        return spec
+
+    def refusal(self) -> str | None:
+        """Why there is no such kernel, or None where there is one."""
+        for field in ("qk_dim", "v_dim"):
+            dim = getattr(self, field)
+            if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
+                return f"{field} is {dim}; kernels exist for multiples of 8 from 8 to {MAX_HEAD_DIM}"
+        return None
+
+
+_FORM = "a name reads target/layout_mask_qkDIM_vDIM[_segments], for instance triton/bshd_causal_qk128_v128"
+
+
+def _fields() -> list[dataclasses.Field]:
+    """The fields that make the file name: all but the target, which is the folder."""
+    return [field for field in dataclasses.fields(KernelSpec) if field.name != "target"]
+
+
+def _label(spec: KernelSpec, field: dataclasses.Field) -> str:
+    value = getattr(spec, field.name)
+    if field.type is bool:
+        return field.name if value else ""
+    if field.type is int:
+        return f"{field.name.removesuffix('_dim')}{value}"
+    return str(value)
+
+
+def _dim(field: str, word: str, name: str) -> int:
+    match = re.fullmatch(rf"{field.removesuffix('_dim')}(\d+)", word)
+    if match is None:
+        raise SpecError(f"{name!r} has {word!r} where its {field} belongs; {_FORM}")
+    return int(match[1])
+
+
+def _member[E: enum.StrEnum](kind: type[E], word: str, name: str) -> E:
+    try:
+        return kind(word)
+    except ValueError:
+        raise SpecError(f"{name!r} has {word!r} where one of {', '.join(kind)} belongs; {_FORM}") from None
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """Up to three of `names` that resemble `name` most."""
+    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
