@@ -40,13 +40,18 @@ def render(spec: KernelSpec) -> str:
     reason = spec.refusal()
     if reason is not None:
         raise SpecError(f"there is no kernel {spec.name}: {reason}")
+    body = render_body(spec, environment())
+    return _header(spec, body) + body
+
+
+def render_body(spec: KernelSpec, environment: jinja2.Environment) -> str:
+    """The text below the header, from this environment's templates."""
     grids: list[str] = []
     facts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    template = environment().get_template(template_name(spec))
-    body = template.render(spec=spec, **facts, **_helpers(grids))
+    body = environment.get_template(template_name(spec)).render(spec=spec, **facts, **_helpers(grids))
     if spec.target is Target.PALLAS_TPU:
         _check_grids(body, grids)
-    return _header(spec, body) + body
+    return body
 
 
 @functools.cache

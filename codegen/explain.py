@@ -1,0 +1,92 @@
+"""What each choice of a specification turned into: in words, in branches of templates, and in lines of kernel text."""
+
+import dataclasses
+import difflib
+
+from .render import body_of, power_of_two, render
+from .spec import KernelSpec, Layout, MaskKind, Target
+from .trace import Branch, branches_taken, outermost
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One field of a specification, and what it cost or brought compared with one other value of the field.
+
+    `branches` are those that write this kernel and not `other`; `added` and `removed` count the lines in which the two
+    kernels differ. `other` is None for the target, whose kernels share no template.
+    """
+
+    field: str
+    value: str
+    words: str
+    other: KernelSpec | None = None
+    branches: tuple[Branch, ...] = ()
+    added: int = 0
+    removed: int = 0
+
+
+def explain(spec: KernelSpec) -> list[Choice]:
+    """One `Choice` for each field of `spec`. Raises `SpecError` where there is no such kernel."""
+    body, taken = body_of(render(spec)), branches_taken(spec)
+    choices = []
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        choice = Choice(
+            field.name, "yes" if value is True else "no" if value is False else str(value), words(spec, field)
+        )
+        other = alternative(spec, field)
+        if other is not None:
+            added, removed = count_changes(body_of(render(other)), body)
+            extra = tuple(outermost(taken - branches_taken(other)))
+            choice = dataclasses.replace(choice, other=other, branches=extra, added=added, removed=removed)
+        choices.append(choice)
+    return choices
+
+
+def alternative(spec: KernelSpec, field: dataclasses.Field) -> KernelSpec | None:
+    """The kernel to compare with, which differs from `spec` in this field only."""
+    value = getattr(spec, field.name)
+    if field.type is Target:
+        return None
+    if field.type is bool:
+        other = not value
+    elif field.type is int:  # The other kind of dim, since powers of two differ in numbers only.
+        other = 96 if power_of_two(value) else 128
+    else:
+        other = next(member for member in field.type if member is not value)
+    return dataclasses.replace(spec, **{field.name: other})
+
+
+def count_changes(before: str, after: str) -> tuple[int, int]:
+    """How many lines `after` adds to `before` and removes from it."""
+    lines = [line[:1] for line in difflib.ndiff(before.splitlines(), after.splitlines())]
+    return lines.count("+"), lines.count("-")
+
+
+_TARGETS = {
+    Target.PALLAS_TPU: "Pallas kernels for the Mosaic TPU compiler (libtpu)",
+    Target.TRITON: "plain @triton.jit kernels with pointers and strides, for sm_80 and up",
+}
+_LAYOUTS = {
+    Layout.BSHD: "arrays are [batch, seq, heads, dim], read in place",
+    Layout.BHSD: "arrays are [batch, heads, seq, dim], read in place",
+}
+_MASKS = {
+    MaskKind.FULL: "no bound on positions: all key blocks are visited, only the last one needs a mask (its tail)",
+    MaskKind.CAUSAL: "kv_position - q_position <= upper: key blocks beyond it are skipped, those across it masked",
+    MaskKind.WINDOW: "lower <= kv_position - q_position <= upper: only key blocks inside the band are visited",
+}
+
+
+def words(spec: KernelSpec, field: dataclasses.Field) -> str:
+    """What the value of this field means for the kernel."""
+    value = getattr(spec, field.name)
+    if field.name == "segments":
+        if not value:
+            return "one sequence an example: positions are row numbers"
+        positions = "" if spec.mask is MaskKind.FULL else ", positions are operands"
+        return f"a token sees only keys of its own id{positions}; blocks whose ids do not meet are skipped"
+    if field.type is int:
+        kind = "a power of two" if power_of_two(value) else "not a power of two"
+        return f"{'query and key' if field.name == 'qk_dim' else 'value'} rows have {value} columns, {kind}"
+    return {**_TARGETS, **_LAYOUTS, **_MASKS}[value]
