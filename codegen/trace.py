@@ -80,4 +80,6 @@ def _last(body: list[nodes.Node]) -> int:
     """The last line of a branch; a stretch of text ends as many lines below its first as it has line ends inside."""
     inner = [inner for node in body for inner in (node, *node.find_all(nodes.Node))]
     texts = [node for node in inner if isinstance(node, nodes.TemplateData)]
-    return max([node.lineno for node in inner] + [text.lineno + text.data.rstrip("\n").count("\n") for text in texts])
+    return max(
+        [node.lineno or 0 for node in inner] + [text.lineno + text.data.rstrip("\n").count("\n") for text in texts]
+    )
