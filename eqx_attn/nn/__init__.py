@@ -1,0 +1,4 @@
+"""Equinox modules on top of `eqx_attn.attention`."""
+
+from ._multihead import MultiheadAttention as MultiheadAttention
+from ._rotary import RotaryEmbedding as RotaryEmbedding

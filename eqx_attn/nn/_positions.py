@@ -1,0 +1,25 @@
+"""The positions that a mask compares, for whatever else depends on a token's position."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from .._masks import Causal, Mask, parts, Segments, SlidingWindow
+from .._segments import count_of_ids
+
+
+def mask_positions(mask: Mask, q_seq: int, kv_seq: int) -> tuple[Int32[Array, " q_seq"], Int32[Array, " kv_seq"]]:
+    """Positions of queries and keys: those of `Segments`, or row numbers.
+
+    Where the mask is aligned "bottom_right" the queries' positions are moved so that the last query (of each id) has the
+    position of the last key.
+    """
+    pieces = parts(mask)
+    bottom_right = any(isinstance(p, Causal | SlidingWindow) and p.alignment == "bottom_right" for p in pieces)
+    for piece in pieces:
+        if isinstance(piece, Segments):
+            q_positions, kv_positions = piece.q_positions, piece.kv_positions
+            if bottom_right:
+                q_positions += count_of_ids(piece.kv_ids, piece.q_ids) - count_of_ids(piece.q_ids, piece.q_ids)
+            return q_positions, kv_positions
+    shift = kv_seq - q_seq if bottom_right else 0
+    return jnp.arange(q_seq, dtype=jnp.int32) + shift, jnp.arange(kv_seq, dtype=jnp.int32)
