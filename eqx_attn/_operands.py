@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +29,8 @@ class Operands:
     A key is visible where `lower <= kv_position - q_position <= upper` (a bound of None always holds) and, with
     segments, where the ids are equal. Positions are the segments' or, without segments, the row numbers.
 
+    `dense` is a boolean array, True where visible, that broadcasts to `[batch, q_heads, q_seq, kv_seq]`.
+
     The index arrays hold the *global* index along the dimension that they name (an example's number in the batch, and so
     on). They follow their dimension through vmap, shards and ring hops; a kernel never derives a global index from a
     program id. None where nothing depends on them.
@@ -39,6 +41,7 @@ class Operands:
     upper: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     out_dtype: str | None = dataclasses.field(default=None, metadata=dict(static=True))
     segments: SegmentOperands | None = None
+    dense: Bool[Array, "_ _ _ _"] | None = None
     batch_index: Int32[Array, " batch"] | None = None
     head_index: Int32[Array, " q_heads"] | None = None
     q_index: Int32[Array, " q_seq"] | None = None

@@ -1,0 +1,234 @@
+"""The `xla` implementation: blockwise online softmax in plain JAX, for any device, in memory linear in the lengths.
+
+The algorithm is FlashAttention's (Dao et al. 2022, arXiv:2205.14135; backward as in Dao 2023, arXiv:2307.08691), with loops
+over query blocks and, inside, over the key blocks that a query block can see.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ._operands import Operands, Tile
+
+
+class _Blocks(NamedTuple):
+    """The sizes of one call. Heads are `[kv_heads, group]`, sequences padded to whole blocks."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    q_seq: int
+    kv_seq: int
+    block_q: int
+    block_kv: int
+    wide: jnp.dtype
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.q_seq // self.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.kv_seq // self.block_kv)
+
+
+def forward(q: Array, k: Array, v: Array, operands: Operands, tile: Tile) -> tuple[Array, Array]:
+    """Output `[batch, q_heads, q_seq, v_dim]` and lse `[batch, q_heads, q_seq]` of arrays laid out `bhsd`."""
+    blocks = _blocks(q, k, tile)
+    operands = _pad_operands(operands, blocks)
+    q_rows, k_rows, v_rows = _split_q(q, blocks), _pad_kv(k, blocks), _pad_kv(v, blocks)
+
+    def attend(carry, block):
+        i, q_block = block
+        first, last = _kv_range(operands, blocks, i)
+        start = (
+            jnp.full(q_block.shape[:-1], -jnp.inf, blocks.wide),
+            jnp.zeros(q_block.shape[:-1], blocks.wide),
+            jnp.zeros((*q_block.shape[:-1], v.shape[-1]), blocks.wide),
+        )
+        step = functools.partial(_accumulate, q_block, k_rows, v_rows, operands, blocks, i)
+        row_max, row_sum, acc = lax.fori_loop(first, last, step, start)
+        seen = row_sum > 0
+        out = acc / jnp.where(seen, row_sum, 1)[..., None]
+        lse = jnp.where(seen, row_max + jnp.log(jnp.where(seen, row_sum, 1)), -jnp.inf)
+        return carry, (out.astype(operands.out_dtype or q.dtype), lse)
+
+    _, (out, lse) = lax.scan(attend, None, (jnp.arange(blocks.q_blocks), q_rows))
+    return _join_q(out, blocks), _join_q(lse[..., None], blocks)[..., 0]
+
+
+def backward(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dlse: Array, operands: Operands, tile: Tile
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v, each in its array's shape and dtype (`bhsd`)."""
+    blocks = _blocks(q, k, tile)
+    operands = _pad_operands(operands, blocks)
+    k_rows, v_rows = _pad_kv(k, blocks), _pad_kv(v, blocks)
+    delta = jnp.sum(out.astype(blocks.wide) * dout.astype(blocks.wide), axis=-1) - dlse
+    delta = jnp.where(lse == -jnp.inf, 0, delta)
+    rows = (q, dout.astype(q.dtype), lse[..., None], delta[..., None])
+    # Rows past the end look dead: their lse is -inf, so they add nothing to dk and dv.
+    fill = (0, 0, -jnp.inf, 0)
+    q_rows, dout_rows, lse_rows, delta_rows = (_split_q(x, blocks, value) for x, value in zip(rows, fill, strict=True))
+
+    def attend(carry, block):
+        i, q_block, dout_block, lse_block, delta_block = block
+        first, last = _kv_range(operands, blocks, i)
+        step = functools.partial(
+            _differentiate, q_block, dout_block, lse_block, delta_block, k_rows, v_rows, operands, blocks, i
+        )
+        dq, dk, dv = lax.fori_loop(first, last, step, (jnp.zeros(q_block.shape, blocks.wide), *carry))
+        return (dk, dv), dq.astype(q.dtype)
+
+    start = (jnp.zeros(k_rows.shape, blocks.wide), jnp.zeros(v_rows.shape, blocks.wide))
+    (dk, dv), dq = lax.scan(
+        attend, start, (jnp.arange(blocks.q_blocks), q_rows, dout_rows, lse_rows, delta_rows)
+    )
+    dk, dv = dk[:, :, : blocks.kv_seq].astype(k.dtype), dv[:, :, : blocks.kv_seq].astype(v.dtype)
+    return _join_q(dq, blocks), dk, dv
+
+
+def _accumulate(q_block, k_rows, v_rows, operands, blocks, i, j, carry):
+    """One key block into (row_max, row_sum, acc) of query block i."""
+    row_max, row_sum, acc = carry
+    k_block, v_block = _kv_block(k_rows, blocks, j), _kv_block(v_rows, blocks, j)
+    scores = jnp.einsum("bhgqd,bhkd->bhgqk", q_block, k_block, preferred_element_type=blocks.wide) * operands.scale
+    scores = jnp.where(_visible(operands, blocks, i, j), scores, -jnp.inf)
+    new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
+    # A row that has seen nothing keeps -inf; subtract 0 there, since -inf - -inf is no number.
+    shift = jnp.where(new_max == -jnp.inf, 0, new_max)
+    weights = jnp.exp(scores - shift[..., None])
+    correction = jnp.exp(row_max - shift)
+    product = jnp.einsum("bhgqk,bhkd->bhgqd", weights.astype(v_block.dtype), v_block, preferred_element_type=blocks.wide)
+    return new_max, row_sum * correction + jnp.sum(weights, axis=-1), acc * correction[..., None] + product
+
+
+def _differentiate(q_block, dout_block, lse_block, delta_block, k_rows, v_rows, operands, blocks, i, j, carry):
+    """One key block's part of dq, and query block i's part of that block's dk and dv."""
+    dq, dk, dv = carry
+    k_block, v_block = _kv_block(k_rows, blocks, j), _kv_block(v_rows, blocks, j)
+    product = functools.partial(jnp.einsum, preferred_element_type=blocks.wide)
+    scores = product("bhgqd,bhkd->bhgqk", q_block, k_block) * operands.scale
+    seen = _visible(operands, blocks, i, j) & (lse_block > -jnp.inf)
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - lse_block, 0)), 0)
+    dweights = product("bhgqd,bhkd->bhgqk", dout_block, v_block)
+    dscores = (weights * (dweights - delta_block) * operands.scale).astype(q_block.dtype)
+    dq = dq + product("bhgqk,bhkd->bhgqd", dscores, k_block)
+    dk = _add_to_block(dk, product("bhgqk,bhgqd->bhkd", dscores, q_block), blocks, j)
+    dv = _add_to_block(dv, product("bhgqk,bhgqd->bhkd", weights.astype(q_block.dtype), dout_block), blocks, j)
+    return dq, dk, dv
+
+
+def _blocks(q, k, tile) -> _Blocks:
+    batch, q_heads, q_seq, _ = q.shape
+    kv_heads, kv_seq = k.shape[1:3]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    block_q, block_kv = min(tile.block_q, q_seq), min(tile.block_kv, kv_seq)
+    return _Blocks(batch, kv_heads, q_heads // kv_heads, q_seq, kv_seq, block_q, block_kv, wide)
+
+
+def _split_q(x, blocks, fill=0):
+    """`[batch, q_heads, q_seq, dim]` as `[q_blocks, batch, kv_heads, group, block_q, dim]`."""
+    x = _pad(x, 2, blocks.q_blocks * blocks.block_q, fill)
+    x = x.reshape(blocks.batch, blocks.kv_heads, blocks.group, blocks.q_blocks, blocks.block_q, x.shape[-1])
+    return jnp.moveaxis(x, 3, 0)
+
+
+def _join_q(x, blocks):
+    """Inverse of `_split_q`."""
+    x = jnp.moveaxis(x, 0, 3)
+    x = x.reshape(blocks.batch, blocks.kv_heads * blocks.group, blocks.q_blocks * blocks.block_q, x.shape[-1])
+    return x[:, :, : blocks.q_seq]
+
+
+def _pad_kv(x, blocks):
+    return _pad(x, 2, blocks.kv_blocks * blocks.block_kv, 0)
+
+
+def _kv_block(x, blocks, j):
+    return lax.dynamic_slice_in_dim(x, j * blocks.block_kv, blocks.block_kv, axis=2)
+
+
+def _add_to_block(total, part, blocks, j):
+    start = j * blocks.block_kv
+    return lax.dynamic_update_slice_in_dim(total, _kv_block(total, blocks, j) + part, start, axis=2)
+
+
+def _pad(x, axis, size, fill):
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+def _pad_operands(operands: Operands, blocks: _Blocks) -> Operands:
+    """Metadata in whole blocks; what is added is padding, which sees nothing and is not seen."""
+    q_size, kv_size = blocks.q_blocks * blocks.block_q, blocks.kv_blocks * blocks.block_kv
+    segments, dense = operands.segments, operands.dense
+    if segments is not None:
+        has_positions = segments.q_positions is not None
+        segments = type(segments)(
+            _pad(segments.q_ids, 1, q_size, -1),
+            _pad(segments.kv_ids, 1, kv_size, -2),
+            _pad(segments.q_positions, 1, q_size, 0) if has_positions else None,
+            _pad(segments.kv_positions, 1, kv_size, 0) if has_positions else None,
+        )
+    if dense is not None:
+        dense = _pad(dense, 2, q_size, False) if dense.shape[2] > 1 else dense
+        dense = _pad(dense, 3, kv_size, False) if dense.shape[3] > 1 else dense
+    return dataclasses.replace(operands, segments=segments, dense=dense)
+
+
+def _kv_range(operands, blocks, i):
+    """First key block that query block i can see by row numbers, and the one after the last."""
+    if operands.segments is not None and operands.segments.q_positions is not None:
+        return 0, blocks.kv_blocks
+    first, last = 0, blocks.kv_blocks
+    if operands.lower is not None:
+        first = jnp.clip((i * blocks.block_q + operands.lower) // blocks.block_kv, 0, blocks.kv_blocks)
+    if operands.upper is not None:
+        end = (i + 1) * blocks.block_q - 1 + operands.upper
+        last = jnp.clip(end // blocks.block_kv + 1, 0, blocks.kv_blocks)
+    return first, last
+
+
+def _visible(operands, blocks, i, j):
+    """The mask of one block, broadcasting to `[batch, kv_heads, group, block_q, block_kv]`."""
+    q_start, kv_start = i * blocks.block_q, j * blocks.block_kv
+    rows = q_start + jnp.arange(blocks.block_q, dtype=jnp.int32)
+    columns = kv_start + jnp.arange(blocks.block_kv, dtype=jnp.int32)
+    seen = (columns < blocks.kv_seq)[None, None, None, None, :]
+    segments = operands.segments
+    if segments is None or segments.q_positions is None:
+        distance = (columns[None, :] - rows[:, None])[None, None, None]
+    else:
+        q_positions = lax.dynamic_slice_in_dim(segments.q_positions, q_start, blocks.block_q, axis=1)
+        kv_positions = lax.dynamic_slice_in_dim(segments.kv_positions, kv_start, blocks.block_kv, axis=1)
+        distance = (kv_positions[:, None, :] - q_positions[:, :, None])[:, None, None]
+    if operands.lower is not None:
+        seen = seen & (distance >= operands.lower)
+    if operands.upper is not None:
+        seen = seen & (distance <= operands.upper)
+    if segments is not None:
+        q_ids = lax.dynamic_slice_in_dim(segments.q_ids, q_start, blocks.block_q, axis=1)
+        kv_ids = lax.dynamic_slice_in_dim(segments.kv_ids, kv_start, blocks.block_kv, axis=1)
+        seen = seen & (q_ids[:, :, None] == kv_ids[:, None, :])[:, None, None]
+    if operands.dense is not None:
+        seen = seen & _dense_block(operands.dense, blocks, q_start, kv_start)
+    return seen
+
+
+def _dense_block(dense, blocks, q_start, kv_start):
+    if dense.shape[2] > 1:
+        dense = lax.dynamic_slice_in_dim(dense, q_start, blocks.block_q, axis=2)
+    if dense.shape[3] > 1:
+        dense = lax.dynamic_slice_in_dim(dense, kv_start, blocks.block_kv, axis=3)
+    batch, heads, rows, columns = dense.shape
+    if heads == 1:
+        return dense.reshape(batch, 1, 1, rows, columns)
+    return dense.reshape(batch, blocks.kv_heads, blocks.group, rows, columns)

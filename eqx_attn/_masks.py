@@ -1,0 +1,176 @@
+"""Which keys a query may see: masks, how they compose, and what a kernel receives of them."""
+
+from typing import Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Integer
+
+from ._segments import ids_from_lengths, ranks_within_ids
+
+Alignment = Literal["top_left", "bottom_right"]
+
+
+class Mask(eqx.Module):
+    """Base of all masks. `a & b` lets a query see a key where both do."""
+
+    def __and__(self, other: "Mask | Bool[Array, '...']") -> "Mask":
+        return And((self, as_mask(other)))
+
+    def __rand__(self, other: "Mask | Bool[Array, '...']") -> "Mask":
+        return And((as_mask(other), self))
+
+
+class Full(Mask):
+    """Every query sees every key."""
+
+
+class Causal(Mask):
+    """A query sees the keys at its own position and before.
+
+    `alignment="top_left"` gives query and key of one index the same position; `"bottom_right"` does so for the last
+    query and the last key (of each id, with `Segments`).
+    """
+
+    alignment: Alignment = eqx.field(static=True, default="top_left")
+
+    def __check_init__(self):
+        _check_alignment(self.alignment)
+
+
+class SlidingWindow(Mask):
+    """A query sees `left` keys before its own position, that one, and `right` keys after it.
+
+    Both counts are inclusive and None is unbounded: `SlidingWindow(0, 0)` sees its own position only. `alignment` as for
+    `Causal`. Raises ValueError for negative counts.
+    """
+
+    left: int | None = eqx.field(static=True)
+    right: int | None = eqx.field(static=True)
+    alignment: Alignment = eqx.field(static=True, default="top_left")
+
+    def __check_init__(self):
+        _check_alignment(self.alignment)
+        for side in ("left", "right"):
+            count = getattr(self, side)
+            if count is not None and (not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 0):
+                raise ValueError(
+                    f"SlidingWindow's {side} is {count!r}: it counts the keys that a query sees on that side of its own "
+                    "position; give an int >= 0, or None for no bound"
+                )
+
+
+class Segments(Mask):
+    """A token sees only keys of its own segment: packed documents, padding, cross-attention between packed rows.
+
+    **Arguments:**
+
+    - `q_ids`: integer `[*batch, q_seq]`, the segment of each query. Any distinct ids in any order; ids <= 0 are padding,
+        which sees nothing and is seen by nothing.
+    - `kv_ids`: integer `[*batch, kv_seq]`, the same for the keys. Defaults to `q_ids`.
+    - `q_positions`, `kv_positions`: integer, the token's position inside its segment in *original* order, for `Causal` and
+        `SlidingWindow`. The default is its rank among the tokens of its id. Give both or neither (`q_positions` alone
+        serves both sides where `kv_ids` is not given).
+
+    Leading axes broadcast against the batch axes of query and key.
+    """
+
+    q_ids: Integer[Array, "*batch q_seq"]
+    kv_ids: Integer[Array, "*batch kv_seq"]
+    q_positions: Integer[Array, "*batch q_seq"]
+    kv_positions: Integer[Array, "*batch kv_seq"]
+    explicit_positions: bool = eqx.field(static=True)
+
+    def __init__(self, q_ids, kv_ids=None, q_positions=None, kv_positions=None):
+        self_attention = kv_ids is None
+        if self_attention and kv_positions is not None:
+            raise ValueError("Segments got kv_positions without kv_ids: give kv_ids too, or q_positions alone for both sides")
+        if not self_attention and (q_positions is None) != (kv_positions is None):
+            missing = "q_positions" if q_positions is None else "kv_positions"
+            raise ValueError(f"Segments got positions for one side only: give {missing} too, or neither")
+        self.q_ids = _integers("q_ids", q_ids)
+        self.kv_ids = self.q_ids if self_attention else _integers("kv_ids", kv_ids)
+        self.explicit_positions = q_positions is not None
+        if q_positions is None:
+            self.q_positions = ranks_within_ids(self.q_ids)
+            self.kv_positions = self.q_positions if self_attention else ranks_within_ids(self.kv_ids)
+        else:
+            self.q_positions = _positions("q_positions", q_positions, "q_ids", self.q_ids)
+            self.kv_positions = (
+                self.q_positions if self_attention else _positions("kv_positions", kv_positions, "kv_ids", self.kv_ids)
+            )
+
+    @classmethod
+    def from_lengths(cls, q_lengths, q_seq: int, kv_lengths=None, kv_seq: int | None = None) -> "Segments":
+        """Segments that lie one after the other, from their lengths `[*batch, segments]`; the rest of a row is padding.
+
+        `q_seq` and `kv_seq` are the lengths of the rows; lengths of 0 are allowed. Keys default to the queries' lengths.
+        """
+        q_ids = ids_from_lengths(_integers("q_lengths", q_lengths), q_seq)
+        if kv_lengths is None and kv_seq is None:
+            return cls(q_ids)
+        if kv_lengths is None or kv_seq is None:
+            raise ValueError("Segments.from_lengths takes kv_lengths and kv_seq together: give both, or neither")
+        return cls(q_ids, ids_from_lengths(_integers("kv_lengths", kv_lengths), kv_seq))
+
+
+class Dense(Mask):
+    """A boolean array, True where a query sees a key; broadcasts to `[*batch, q_heads, q_seq, kv_seq]`."""
+
+    visible: Bool[Array, "..."]
+
+
+class And(Mask):
+    """Visible where all of `masks` are."""
+
+    masks: tuple[Mask, ...]
+
+
+def as_mask(mask) -> Mask:
+    """A `Mask` from what `attention` accepts: a mask, "causal", None (full), or a boolean array (True is visible)."""
+    if isinstance(mask, Mask):
+        return mask
+    if mask is None:
+        return Full()
+    if isinstance(mask, str):
+        if mask == "causal":
+            return Causal()
+        raise ValueError(f'mask is {mask!r}: the only mask with a name is "causal"; others are eqx_attn.SlidingWindow(...), ...')
+    if hasattr(mask, "dtype") and hasattr(mask, "shape"):
+        if mask.dtype != jnp.bool_:
+            raise TypeError(
+                f"mask is an array of {mask.dtype}: a mask is boolean, True where a query sees a key (write `mask != 0`)"
+            )
+        return Dense(jnp.asarray(mask))
+    raise TypeError(f"mask is a {type(mask).__name__}: give an eqx_attn mask, 'causal', or a boolean array")
+
+
+def parts(mask: Mask) -> list[Mask]:
+    """The masks that `mask` is the conjunction of, without `Full`."""
+    if isinstance(mask, And):
+        return [part for inner in mask.masks for part in parts(inner)]
+    return [] if isinstance(mask, Full) else [mask]
+
+
+def _check_alignment(alignment):
+    if alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f"alignment is {alignment!r}: it is 'top_left' or 'bottom_right'")
+
+
+def _integers(name: str, values) -> Array:
+    values = jnp.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {values.dtype}: give integers, for instance {name}.astype(jnp.int32)")
+    if values.ndim == 0:
+        raise ValueError(f"{name} is a scalar: its last axis names the tokens")
+    return values.astype(jnp.int32)
+
+
+def _positions(name: str, positions, ids_name: str, ids: Array) -> Array:
+    positions = _integers(name, positions)
+    if positions.shape[-1] != ids.shape[-1]:
+        raise ValueError(
+            f"{name} has shape {positions.shape} and {ids_name} {ids.shape}: the last axes, one entry a token, must be equal"
+        )
+    return positions

@@ -1,0 +1,142 @@
+"""Which implementation serves a call, and why the others do not."""
+
+import importlib.util
+import warnings
+
+import jax
+
+from ._call import Call, Request, Route
+from ._codegen import KernelSpec, Target
+from ._context import CUDA_TARGETS, current_context
+from ._tuning import default_tiles, XLA_TILE
+
+IMPLEMENTATIONS = ("pallas_tpu", "triton", "gluon_hopper", "xla", "reference")
+
+_PLATFORMS = {"triton": "cuda", "pallas_tpu": "tpu"}
+_DEVICES = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
+_TARGET_EXAMPLES = {"cuda": "sm_90a", "tpu": "v6e"}
+_KERNEL_DTYPES = {"triton": ("float16", "bfloat16", "float32"), "pallas_tpu": ("bfloat16", "float32")}
+
+
+def resolve(request: Request, implementation: str | None) -> Call:
+    """The call for `request`: the implementation asked for, or the fastest that each platform has.
+
+    Raises ValueError with each reason where the implementation asked for cannot serve the request. Warns, once for each
+    reason, where the default choice on an accelerator falls back to `xla`.
+    """
+    context = current_context()
+    xla = Route("xla", None, XLA_TILE)
+    if implementation is None:
+        routes = _default_routes(request)
+        if context.target is not None:
+            default = dict(routes).get(current_platform(), xla)
+            return Call(request.layout, default, (), context)
+        return Call(request.layout, xla, routes, context)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation is {implementation!r}: it is one of {', '.join(IMPLEMENTATIONS)}, or None for the fastest that "
+            "serves the call"
+        )
+    reasons = reasons_against(implementation, request) + absence(implementation, request)
+    if reasons:
+        raise ValueError(
+            f"implementation={implementation!r} cannot serve this call:\n"
+            + "\n".join(f"- {reason}" for reason in reasons)
+            + "\nimplementation=None takes the fastest that can; eqx_attn.explain(...) with the same arguments reports on all."
+        )
+    if implementation in ("xla", "reference"):
+        return Call(request.layout, Route(implementation, None, XLA_TILE), (), context)
+    return Call(request.layout, kernel_route(implementation, request), (), context)
+
+
+def kernel_route(implementation: str, request: Request) -> Route:
+    """The route through a generated kernel, with its default tiles."""
+    spec = request.spec(Target(implementation))
+    return Route(implementation, spec, default_tiles(spec, request.dtype, request.q_seq, request.kv_seq))
+
+
+def reasons_against(implementation: str, request: Request) -> list[str]:
+    """Why `implementation` cannot compute the request on any device; empty where it can."""
+    if implementation == "gluon_hopper":
+        return ["gluon_hopper: its kernels do not exist yet; on an H100 or H200 use implementation='triton'"]
+    if implementation in ("xla", "reference"):
+        return []
+    reasons = []
+    dtypes = _KERNEL_DTYPES[implementation]
+    if request.dtype not in dtypes:
+        reasons.append(
+            f"query, key and value are {request.dtype}; the kernels of {implementation} compute in {', '.join(dtypes)}: "
+            "cast the three arrays"
+        )
+    if request.dense:
+        reasons.append(
+            "mask holds a boolean array, which only 'xla' and 'reference' read: where it is causality, a window, padding or "
+            "documents, say so with eqx_attn.Causal, SlidingWindow or Segments"
+        )
+    refusal = request.spec(Target(implementation)).refusal()
+    if refusal is not None:
+        reasons.append(f"{refusal}: pad the head dim with zeros to the next multiple of 8 and pass scale=qk_dim**-0.5")
+    return reasons
+
+
+def absence(implementation: str, request: Request) -> list[str]:
+    """Why `implementation` cannot run or be lowered here: the device, an interpreter or a package is missing."""
+    if implementation in ("xla", "reference", "gluon_hopper"):
+        return []
+    context = current_context()
+    if implementation == "triton" and importlib.util.find_spec("triton") is None:
+        return ["Triton is not installed: pip install 'eqx_attn[cuda]'"]
+    if context.interpreting:
+        if implementation == "triton" and request.dtype == "bfloat16":
+            return ["Triton's interpreter computes bfloat16 products wrongly: use float16 or float32 inside interpret()"]
+        return []
+    platform = _PLATFORMS[implementation]
+    if current_platform() == platform:
+        return []
+    where = f"target({context.target!r})" if context.target else f"this process's default backend ({jax.default_backend()})"
+    return [
+        f"it needs {_DEVICES[platform]}, and {where} is none: use `with eqx_attn.interpret():` to run it on the CPU, or "
+        f'`with eqx_attn.target("{_TARGET_EXAMPLES[platform]}"):` to lower for a device that is not here'
+    ]
+
+
+def current_platform() -> str:
+    """The platform that calls are lowered for: "cuda", "tpu", or another of JAX's names."""
+    name = current_context().target
+    if name is not None:
+        return "cuda" if name in CUDA_TARGETS else "tpu"
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return backend
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+
+
+def _default_routes(request: Request) -> tuple[tuple[str, Route], ...]:
+    """The kernels that serve the request, by platform. Says once why the present platform has none."""
+    routes = []
+    for implementation, platform in _PLATFORMS.items():
+        reasons = reasons_against(implementation, request)
+        if implementation == "triton" and importlib.util.find_spec("triton") is None:
+            reasons.append("Triton is not installed: pip install 'eqx_attn[cuda]'")
+        if not reasons:
+            routes.append((platform, kernel_route(implementation, request)))
+        elif current_platform() == platform:
+            for reason in reasons:
+                _warn_once(f"eqx_attn.attention runs on 'xla', which is slower than {implementation}: {reason}")
+    return tuple(routes)
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=5)
+
+
+def describe_spec(spec: KernelSpec) -> str:
+    """The spec's name and where its kernel comes from, for reports."""
+    from ._kernels import is_checked_in
+
+    return f"{spec.name} ({'checked in' if is_checked_in(spec) else 'rendered on demand'})"

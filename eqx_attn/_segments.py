@@ -1,0 +1,36 @@
+"""Arithmetic on segment ids: ranks, counts, ids from lengths. All of it linear in memory and without a largest id."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+
+def ids_from_lengths(lengths: Int32[Array, "*batch segments"], seq: int) -> Int32[Array, "*batch seq"]:
+    """Ids 1, 2, ... of segments that follow one another; 0 behind the last one."""
+    if lengths.ndim > 1:
+        return jax.vmap(lambda row: ids_from_lengths(row, seq))(lengths)
+    ends = jnp.cumsum(lengths)
+    tokens = jnp.arange(seq, dtype=jnp.int32)
+    ids = 1 + jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
+    return jnp.where(tokens < ends[-1], ids, 0)
+
+
+def ranks_within_ids(ids: Int32[Array, "*batch seq"]) -> Int32[Array, "*batch seq"]:
+    """For each token, how many tokens of its own id come before it."""
+    if ids.ndim > 1:
+        return jax.vmap(ranks_within_ids)(ids)
+    order = jnp.argsort(ids, stable=True)
+    sorted_ids = ids[order]
+    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    starts_group = jnp.concatenate([jnp.ones((1,), bool), sorted_ids[1:] != sorted_ids[:-1]])[: ids.shape[0]]
+    group_start = jax.lax.cummax(jnp.where(starts_group, tokens, 0))
+    return jnp.zeros_like(ids).at[order].set(tokens - group_start)
+
+
+def count_of_ids(ids: Int32[Array, "*batch seq"], wanted: Int32[Array, "*batch other"]) -> Int32[Array, "*batch other"]:
+    """For each entry of `wanted`, how many tokens of `ids` have that id."""
+    if ids.ndim > 1:
+        return jax.vmap(count_of_ids)(ids, wanted)
+    in_order = jnp.sort(ids)
+    until = jnp.searchsorted(in_order, wanted, side="right")
+    return (until - jnp.searchsorted(in_order, wanted, side="left")).astype(jnp.int32)

@@ -1,0 +1,72 @@
+"""The checks of `attention`'s arguments, whose messages name the argument, what was found, and the way out."""
+
+import jax.numpy as jnp
+
+LAYOUTS = {"bshd": "[*batch, seq, heads, dim]", "bhsd": "[*batch, heads, seq, dim]"}
+
+
+def check_arrays(query, key, value, layout: str) -> None:
+    """Raises TypeError or ValueError where query, key and value do not fit one another or the layout."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}: it is one of {', '.join(map(repr, LAYOUTS))}")
+    arrays = dict(query=query, key=key, value=value)
+    for name, array in arrays.items():
+        _check_array(name, array, layout)
+    dtypes = {name: str(array.dtype) for name, array in arrays.items()}
+    if len(set(dtypes.values())) > 1:
+        raise TypeError(f"dtypes differ: {_listed(dtypes)}; cast them to one, for instance key.astype(query.dtype)")
+    batches = {name: array.shape[:-3] for name, array in arrays.items()}
+    if len(set(batches.values())) > 1:
+        raise ValueError(
+            f"batch axes differ: {_listed(batches)} (the axes before {LAYOUTS[layout].removeprefix('[*batch, ').rstrip(']')}); "
+            "broadcast them with jnp.broadcast_to, or map the call with jax.vmap"
+        )
+    seq, heads = (-3, -2) if layout == "bshd" else (-2, -3)
+    for axis, what in ((seq, "kv_seq"), (heads, "kv_heads")):
+        if key.shape[axis] != value.shape[axis]:
+            raise ValueError(
+                f"{what} differs: key of shape {key.shape} has {key.shape[axis]}, value of shape {value.shape} has "
+                f"{value.shape[axis]} (layout {layout!r} is {LAYOUTS[layout]})"
+            )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"head dims differ: query has {query.shape[-1]} and key {key.shape[-1]} (shapes {query.shape}, {key.shape})")
+    q_heads, kv_heads = query.shape[heads], key.shape[heads]
+    if q_heads % kv_heads:
+        other = f"; with layout={_other(layout)!r} the heads would be axis {'-3' if layout == 'bshd' else '-2'}"
+        raise ValueError(
+            f"query has {q_heads} heads and key {kv_heads}: the number of query heads must be a multiple of the number of "
+            f"key/value heads (layout {layout!r} is {LAYOUTS[layout]}{other})"
+        )
+
+
+def check_scale(scale) -> None:
+    """Raises TypeError where `scale` is not a Python number."""
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(
+            f"scale is a {type(scale).__name__}: it is a Python number or None (qk_dim**-0.5); multiply query by a traced or "
+            "learned scale, and pass scale=1.0"
+        )
+
+
+def _check_array(name, array, layout):
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(f"{name} is a {type(array).__name__}: give a JAX array of shape {LAYOUTS[layout]}")
+    if array.ndim < 3:
+        raise ValueError(
+            f"{name} has shape {array.shape}: layout {layout!r} wants {LAYOUTS[layout]}; split the projection's output into "
+            "heads with .reshape(*batch, seq, heads, dim)"
+        )
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {array.dtype}: attention computes in floating point; write {name}.astype(jnp.bfloat16)")
+    if jnp.finfo(array.dtype).bits == 8:
+        raise TypeError(f"{name} has dtype {array.dtype}: float8 inputs are not supported yet; write {name}.astype(jnp.bfloat16)")
+    if 0 in array.shape:
+        raise ValueError(f"{name} has shape {array.shape}: an axis of size 0 leaves nothing to attend to")
+
+
+def _other(layout):
+    return "bhsd" if layout == "bshd" else "bshd"
+
+
+def _listed(found: dict) -> str:
+    return ", ".join(f"{name} has {value}" for name, value in found.items())
