@@ -6,71 +6,32 @@ trace time, and XLA launches it. So a kernel lowers on a machine without a GPU, 
 that is lowered for another platform.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import os
 import tempfile
-import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array
 
 from ._context import CUDA_TARGETS, current_target, interpreting
+from ._triton_arguments import Argument, Descriptor, Pointer, Scalar, TensorDescriptor
 from ._triton_interpreter import LANGUAGE_LOCK, run_interpreted
-
-TRITON_VERSIONS = ("3.9",)
-JAX_VERSIONS = ("0.11", "0.12")
-_KNOWN_GOOD = "triton 3.9.0 with jax 0.11.2 or 0.12.0.1"
-_INSTALL = f"install them with `pip install 'eqx_attn[cuda]'` ({_KNOWN_GOOD})"
+from ._triton_launch import Launch, record_launch
+from ._triton_versions import ptx_version, require_launcher, require_triton
 
 # What one block may use, in bytes; the rest of an SM's memory is reserved or L1.
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
-
-_TRITON_DTYPES = {
-    "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint64": "u64",
-    "uint32": "u32", "uint16": "u16", "uint8": "u8", "bool": "i1",
-}  # fmt: skip
-
-
-def require_triton() -> Any:
-    """Imports Triton and returns it.
-
-    **Raises:** `ImportError` naming what to install if Triton or JAX is missing or of a version not known to work.
-    """
-    try:
-        import triton
-    except ImportError as error:
-        raise ImportError(f"eqx_attn: implementation 'triton' needs Triton; {_INSTALL}.") from error
-    for name, found, known in (("triton", triton.__version__, TRITON_VERSIONS), ("jax", jax.__version__, JAX_VERSIONS)):
-        if ".".join(found.split(".")[:2]) not in known:
-            raise ImportError(f"eqx_attn: {name} {found} is not known to work for Triton kernels; {_INSTALL}.")
-    return triton
-
-
-def require_launcher() -> Any:
-    """Imports jaxlib's Triton launcher, which also registers it with XLA, and returns it.
-
-    **Raises:** `ImportError` naming what to install if the CUDA plugin is missing or of another version than jaxlib.
-    """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            from jaxlib import gpu_triton
-        except ImportError as error:
-            raise ImportError(f"eqx_attn: this jaxlib has no Triton launcher; {_INSTALL}.") from error
-    if not hasattr(gpu_triton, "TritonKernelCall"):
-        reason = f" ({caught[0].message})" if caught else ""
-        raise ImportError(f"eqx_attn: Triton kernels need JAX's CUDA plugin{reason}; {_INSTALL}.")
-    return gpu_triton
 
 
 def current_capability() -> int:
@@ -84,33 +45,14 @@ def current_capability() -> int:
     if name is not None:
         raise ValueError(f"triton_call: eqx_attn.target({name!r}) is not an NVIDIA GPU; use eqx_attn.target('sm_90a').")
     device = jax.local_devices()[0]
-    if device.platform != "gpu" or "NVIDIA" not in device.device_kind.upper():
+    # "9.0"; on a GPU of another maker it has letters.
+    capability = str(getattr(device, "compute_capability", "")).replace(".", "")
+    if device.platform != "gpu" or not capability.isdecimal():
         raise ValueError(
             f"triton_call: no NVIDIA GPU to compile for (the first device is {device.device_kind!r}); name one with "
             "eqx_attn.target('sm_90a'), or run on the CPU inside eqx_attn.interpret()."
         )
-    return int(device.compute_capability.replace(".", ""))
-
-
-def ptx_version() -> int:
-    """The PTX version to emit, such as 88 for 8.8: at most 88, and one that the installed CUDA takes.
-
-    The environment variable `EQX_ATTN_PTX_VERSION` overrides it.
-    """
-    if chosen := os.environ.get("EQX_ATTN_PTX_VERSION"):
-        if not chosen.isdecimal():
-            raise ValueError(f"EQX_ATTN_PTX_VERSION must be a number such as 88, found {chosen!r}.")
-        return int(chosen)
-    try:
-        from jax._src.lib import cuda_versions
-
-        built_with = cuda_versions.cuda_runtime_build_version()  # 13000 is CUDA 13.0
-    except (ImportError, AttributeError):
-        return 88
-    major, minor = built_with // 1000, built_with % 1000 // 10
-    if major >= 13:
-        return 88
-    return min(88, 80 + minor - (minor >= 6))
+    return int(capability)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +71,17 @@ class CompiledKernel:
 
 
 _compiled: dict[Any, CompiledKernel] = {}
+_collected: contextvars.ContextVar[list[CompiledKernel] | None] = contextvars.ContextVar("collected", default=None)
+
+
+@contextlib.contextmanager
+def collect_compiled() -> Iterator[list[CompiledKernel]]:
+    """Yields a list to which every kernel is appended that is lowered inside, each once."""
+    token = _collected.set(kernels := [])
+    try:
+        yield kernels
+    finally:
+        _collected.reset(token)
 
 
 def compile_kernel(
@@ -152,7 +105,7 @@ def compile_kernel(
 
     **Raises:** `ValueError` if the kernel needs more shared memory than the architecture has.
     """
-    triton = require_triton()
+    triton: Any = require_triton()
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -167,10 +120,14 @@ def compile_kernel(
         source = source_type(kernel, signature, constants, attributes)
         key = (source.hash(), capability, *options.items())
         if key not in _compiled:
-            with triton.knobs.cache.scope():
-                triton.knobs.cache.dir = _cache_directory()
+            cache = triton.knobs.cache
+            with cache.scope():
+                cache.dir = _cache_directory(cache.dir)
                 compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             _compiled[key] = _checked(compiled, capability)
+    collected = _collected.get()
+    if collected is not None and _compiled[key] not in collected:
+        collected.append(_compiled[key])
     return _compiled[key]
 
 
@@ -198,12 +155,10 @@ def _checked(compiled: Any, capability: int) -> CompiledKernel:
     )
 
 
-def _cache_directory() -> str:
+def _cache_directory(default: str) -> str:
     """Where Triton keeps compiled kernels: a directory that can be written, also where the home cannot."""
-    import triton
-
     chosen = os.environ.get("EQX_ATTN_CACHE_DIR")
-    directory = os.path.join(chosen, "triton") if chosen else triton.knobs.cache.dir
+    directory = os.path.join(chosen, "triton") if chosen else default
     try:
         os.makedirs(directory, exist_ok=True)
         if os.access(directory, os.W_OK | os.X_OK):
@@ -218,126 +173,72 @@ def _temporary_cache() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="eqx_attn_triton_")
 
 
-class _ByIdentity:
-    """A jitted function as a parameter of a primitive: its own hash would read the source of all that it calls."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __hash__(self) -> int:
-        return id(self.kernel)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self.kernel is other.kernel
-
-    def __repr__(self) -> str:
-        return self.kernel.__name__
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pointer:
-    dtype: str
-
-    @property
-    def type(self) -> str:
-        return f"*{self.dtype}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scalar:
-    type: str
-    value: int | float
-
-
-def _scalar(position: int, value: Any) -> _Scalar:
-    if isinstance(value, float):
-        return _Scalar("fp32", value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"triton_call: input {position} must be an array, an int or a float, found {type(value).__name__}; a flag "
-            "is a tl.constexpr and belongs into `constants`."
-        )
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"triton_call: input {position} is {value}, which does not fit 64 bits.")
-    return _Scalar("i32" if -(2**31) <= value < 2**31 else "i64", value)
-
-
-def _triton_dtype(what: str, dtype: Any) -> str:
-    name = jnp.dtype(dtype).name
-    if name not in _TRITON_DTYPES:
-        raise TypeError(f"triton_call: {what} has dtype {name}, which Triton does not know.")
-    return _TRITON_DTYPES[name]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Launch:
-    """All that is known of a call when it is traced, except its arrays."""
-
-    kernel: _ByIdentity
-    arguments: tuple[_Pointer | _Scalar, ...]
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
-    grid: tuple[int, ...]
-    num_warps: int
-    num_stages: int
-    # The type is there because True == 1 == 1.0, which are different constants.
-    constants: tuple[tuple[str, type, Any], ...]
-
-    @property
-    def constants_by_name(self) -> dict[str, Any]:
-        return {name: value for name, _, value in self.constants}
-
-    def parameters(self) -> dict[str, _Pointer | _Scalar]:
-        """The kernel's run-time parameters by name."""
-        outputs = [_Pointer(_triton_dtype("an output", output.dtype)) for output in self.outputs]
-        constants = self.constants_by_name
-        names = [name for name in self.kernel.kernel.arg_names if name not in constants]
-        return dict(zip(names, [*self.arguments, *outputs], strict=True))
-
-    def compile(self, capability: int) -> CompiledKernel:
-        parameters = self.parameters()
-        constants = self.constants_by_name
-        divisible = {
-            name
-            for name, parameter in parameters.items()
-            if isinstance(parameter, _Pointer) or (parameter.type != "fp32" and parameter.value % 16 == 0)
-        }
-        signature = {
-            name: "constexpr" if name in constants else parameters[name].type for name in self.kernel.kernel.arg_names
-        }
-        return compile_kernel(
-            self.kernel.kernel,
-            signature,
-            constants,
-            capability=capability,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            divisible_by_16=frozenset(divisible),
-        )
-
-
 triton_call_p = Primitive("triton_call")
 triton_call_p.multiple_results = True
 
 
 @triton_call_p.def_abstract_eval
-def _abstract_eval(*arrays: Any, launch: _Launch, capability: int) -> list[jax.core.ShapedArray]:
+def _abstract_eval(*arrays: Any, launch: Launch, capability: int) -> list[ShapedArray]:
     del arrays, capability
-    return [jax.core.ShapedArray(output.shape, output.dtype) for output in launch.outputs]
+    return [ShapedArray(output.shape, output.dtype) for output in launch.outputs]
 
 
 @functools.lru_cache(maxsize=1024)
-def _jitted(launch: _Launch, capability: int) -> Any:
+def _jitted(launch: Launch, capability: int) -> Any:
     return jax.jit(functools.partial(triton_call_p.bind, launch=launch, capability=capability))
 
 
 @triton_call_p.def_impl
-def _eager(*arrays: Array, launch: _Launch, capability: int) -> list[Array]:
+def _eager(*arrays: Array, launch: Launch, capability: int) -> list[Array]:
     return _jitted(launch, capability)(*arrays)
 
 
-def _lower(ctx: Any, *arrays: Any, launch: _Launch, capability: int) -> Any:
+def _launcher_parameters(launcher: Any, arguments: Sequence[Argument], compiled: CompiledKernel) -> list[Any]:
+    """What jaxlib's launcher passes: an address, a number, or a TMA descriptor followed by its shape and strides."""
+    descriptors = iter(compiled.tensor_descriptors)
+    parameters = []
+    for argument in arguments:
+        match argument:
+            case Pointer():
+                parameters.append(launcher.create_array_parameter(0, 16))
+            case Scalar():
+                parameters.append(launcher.create_scalar_parameter(argument.value, argument.type))
+            case Descriptor():
+                parameters.append(_tma_parameter(launcher, argument, next(descriptors)))
+                parameters += [launcher.create_scalar_parameter(extent, "i32") for extent in argument.shape]
+                parameters += [launcher.create_scalar_parameter(stride, "i64") for stride in argument.strides]
+    return parameters
+
+
+def _tma_parameter(launcher: Any, argument: Descriptor, metadata: dict[str, Any]) -> Any:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    return launcher.create_tma_descriptor_parameter(
+        elem_type=TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]],
+        swizzle=metadata["swizzle"],
+        shape=argument.shape,
+        strides=argument.strides,
+        block_shape=metadata["block_size"],
+        oob_fill=0,
+    )
+
+
+def _compile(launch: Launch, capability: int) -> CompiledKernel:
+    kernel, parameters = launch.kernel, launch.parameters
+    return compile_kernel(
+        kernel,
+        {name: parameters[name].type if name in parameters else "constexpr" for name in kernel.arg_names},
+        launch.constants,
+        capability=capability,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        divisible_by_16=frozenset(name for name, argument in parameters.items() if argument.divisible_by_16),
+    )
+
+
+def _lower(ctx: Any, *arrays: Any, launch: Launch, capability: int) -> Any:
     launcher = require_launcher()
-    compiled = launch.compile(capability)
+    compiled = _compile(launch, capability)
     kernel = launcher.TritonKernel(
         compiled.name,
         compiled.num_warps,
@@ -347,22 +248,17 @@ def _lower(ctx: Any, *arrays: Any, launch: _Launch, capability: int) -> Any:
         compiled.ttir,
         capability,
     )
-    parameters = [
-        launcher.create_array_parameter(0, 16)
-        if isinstance(parameter, _Pointer)
-        else launcher.create_scalar_parameter(parameter.value, parameter.type)
-        for parameter in launch.parameters().values()
-    ]
+    parameters = _launcher_parameters(launcher, launch.arguments, compiled)
     call = launcher.TritonKernelCall(kernel, *(*launch.grid, 1, 1)[:3], parameters)
     opaque = zlib.compress(call.to_proto(compiled.name, b""))
     return jax.ffi.ffi_lowering("triton_kernel_call_ffi")(ctx, *arrays, opaque=opaque)
 
 
-def _refuse_to_lower(ctx: Any, *arrays: Any, launch: _Launch, capability: int) -> Any:
+def _refuse_to_lower(ctx: Any, *arrays: Any, launch: Launch, capability: int) -> Any:
     del arrays, capability
     raise ValueError(
-        f"triton_call: {launch.kernel!r} is being lowered for {', '.join(ctx.module_context.platforms)!r}, but Triton "
-        "kernels need an NVIDIA GPU; use eqx_attn.interpret() to run them on the CPU, or lower with "
+        f"triton_call: {launch.kernel.__name__} is being lowered for {', '.join(ctx.module_context.platforms)}, but "
+        "Triton kernels need an NVIDIA GPU; use eqx_attn.interpret() to run them on the CPU, or lower with "
         "lowering_platforms=('cuda',) inside eqx_attn.target('sm_90a')."
     )
 
@@ -373,8 +269,8 @@ mlir.register_lowering(triton_call_p, _lower, platform="cuda")
 
 def triton_call(
     kernel: Any,
-    *inputs: Array | int | float,
-    outputs: Sequence[jax.ShapeDtypeStruct],
+    *inputs: Array | TensorDescriptor | int | float,
+    outputs: Sequence[jax.ShapeDtypeStruct | TensorDescriptor],
     grid: tuple[int, ...],
     num_warps: int,
     num_stages: int,
@@ -384,94 +280,45 @@ def triton_call(
 
     **Arguments:**
 
-    - `kernel`: a `triton.jit` function. Its parameters are the inputs, then the outputs' pointers, in order; the
+    - `kernel`: a `triton.jit` or `gluon.jit` function. Its parameters are the inputs, then the outputs, in order; the
         `tl.constexpr` ones may stand anywhere.
-    - `inputs`: arrays (passed as pointers to row-major elements), ints (int32, int64 beyond 31 bits), floats (float32).
-    - `outputs`: shape and dtype of each output. What the kernel does not write is undefined.
+    - `inputs`: arrays (passed as pointers to row-major elements), descriptors, ints (int32, int64 beyond 31 bits),
+        floats (float32).
+    - `outputs`: shape and dtype of each output (a pointer for the kernel, or a descriptor). What the kernel does not
+        write is undefined.
     - `grid`: up to three numbers of programs.
     - `num_warps`, `num_stages`: warps per program, stages of the software pipeline.
     - `constants`: values of the `tl.constexpr` parameters. Those with a default may be left out.
 
     **Returns:** the output arrays.
 
-    **Raises:** `TypeError` or `ValueError` at trace time, naming the argument: parameters that do not add up, inputs of
-    other types, no GPU to compile for, bfloat16 under the interpreter.
+    **Raises:** at trace time, naming the argument:
+
+    - `TypeError`: the parameters do not add up, or an input is of another type.
+    - `ValueError`: there is no GPU to compile for; bfloat16 or Gluon under the interpreter.
+    - `ImportError`: Triton is missing, or of another version.
     """
     require_triton()
-    launch, arrays = _launch(kernel, inputs, tuple(outputs), grid, num_warps, num_stages, constants)
+    launch, arrays = record_launch(kernel, inputs, outputs, grid, num_warps, num_stages, constants)
     if interpreting():
         return _call_interpreted(launch, arrays)
     return tuple(triton_call_p.bind(*arrays, launch=launch, capability=current_capability()))
 
 
-def _launch(
-    kernel: Any,
-    inputs: tuple[Any, ...],
-    outputs: tuple[jax.ShapeDtypeStruct, ...],
-    grid: tuple[int, ...],
-    num_warps: int,
-    num_stages: int,
-    constants: dict[str, Any],
-) -> tuple[_Launch, list[Array]]:
-    if not 1 <= len(grid) <= 3 or any(extent < 1 for extent in grid):
-        raise ValueError(f"triton_call: grid must be one to three positive ints, found {grid}.")
-    expected = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-    defaults = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default}
-    values = defaults | constants
-    if missing := expected - values.keys() or values.keys() - expected:
-        raise TypeError(
-            f"triton_call: {kernel.__name__} has the tl.constexpr parameters {sorted(expected)}, `constants` gives "
-            f"{sorted(constants)}; the difference is {sorted(missing)}."
-        )
-    parameters = len(kernel.params) - len(expected)
-    if len(inputs) + len(outputs) != parameters:
-        raise TypeError(
-            f"triton_call: {kernel.__name__} has {parameters} run-time parameters, found {len(inputs)} inputs and "
-            f"{len(outputs)} outputs."
-        )
-    arrays, arguments = [], []
-    for position, value in enumerate(inputs):
-        if isinstance(value, (jax.Array, np.ndarray)):
-            arrays.append(jnp.asarray(value))
-            arguments.append(_Pointer(_triton_dtype(f"input {position}", arrays[-1].dtype)))
-        else:
-            arguments.append(_scalar(position, value))
-    launch = _Launch(
-        kernel=_ByIdentity(kernel),
-        arguments=tuple(arguments),
-        outputs=tuple(jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs),
-        grid=tuple(grid),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        constants=tuple((name, type(value), value) for name, value in values.items()),
-    )
-    return launch, arrays
-
-
-def _call_interpreted(launch: _Launch, arrays: list[Array]) -> tuple[Array, ...]:
-    for what in (*arrays, *launch.outputs):
-        if what.dtype == jnp.bfloat16:
+def _call_interpreted(launch: Launch, arrays: list[Array]) -> tuple[Array, ...]:
+    kernel = launch.kernel
+    if kernel.is_gluon():
+        raise ValueError(f"triton_call: {kernel.__name__} is a Gluon kernel, and Gluon has no interpreter.")
+    for array in (*arrays, *launch.outputs):
+        if array.dtype == jnp.bfloat16:
             raise ValueError(
-                f"triton_call: {launch.kernel!r} has a bfloat16 array of shape {what.shape}, and Triton's interpreter "
+                f"triton_call: {kernel.__name__} has a bfloat16 array of shape {array.shape}. Triton's interpreter "
                 "computes bfloat16 products wrongly; use float16 or float32 inside eqx_attn.interpret()."
             )
-    array_numbers = iter(range(len(arrays)))
-    arguments = [
-        (argument.type, next(array_numbers) if isinstance(argument, _Pointer) else argument.value)
-        for argument in launch.arguments
-    ]
-    outputs = [
-        (output.shape, np.dtype(output.dtype), _triton_dtype("an output", output.dtype)) for output in launch.outputs
-    ]
+    outputs = [(output.shape, np.dtype(output.dtype)) for output in launch.outputs]
 
     def run(*values: Any) -> tuple[np.ndarray, ...]:
-        return run_interpreted(
-            launch.kernel.kernel,
-            arguments,
-            [np.asarray(value) for value in values],
-            outputs,
-            launch.grid,
-            launch.constants_by_name,
-        )
+        values = tuple(np.asarray(value) for value in values)
+        return run_interpreted(kernel, launch.parameters, values, outputs, launch.grid, launch.constants)
 
     return tuple(jax.pure_callback(run, launch.outputs, *arrays, vmap_method="sequential"))

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ._triton_arguments import Argument, Descriptor, Pointer, Scalar
+
 LANGUAGE_LOCK = threading.Lock()
 
 # Arrays sit between margins, so that an access beyond an end is seen instead of being luck: a read finds NaN (or -1),
@@ -127,28 +129,56 @@ def _margins_intact(array: np.ndarray, memory: np.ndarray) -> bool:
     return bool((before == _OUTPUT_MARGIN).all() and (after == _OUTPUT_MARGIN).all())
 
 
-def _pointer(array: np.ndarray, triton_dtype: str) -> Any:
-    import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
-
-    pointer_type = tl.core.pointer_type(tl.str_to_ty(triton_dtype, None))
-    return tl.tensor(TensorHandle(np.array([array.ctypes.data], np.uint64), pointer_type), pointer_type)
-
-
 def _scalar(value: int | float, triton_dtype: str) -> Any:
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    scalar_type = tl.str_to_ty(triton_dtype, None)
+    scalar_type: Any = tl.str_to_ty(triton_dtype, None)
     numpy_dtype = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}[triton_dtype]
     return tl.tensor(TensorHandle(np.array([value], numpy_dtype), scalar_type), scalar_type)
 
 
+def _pointer(array: np.ndarray, triton_dtype: str) -> Any:
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    element_type: Any = tl.str_to_ty(triton_dtype, None)
+    pointer_type = tl.core.pointer_type(element_type)
+    return tl.tensor(TensorHandle(np.array([array.ctypes.data], np.uint64), pointer_type), pointer_type)
+
+
+def _descriptor(array: np.ndarray, argument: Descriptor) -> Any:
+    import triton.language as tl
+    from triton.runtime.interpreter import interpreter_semantic
+
+    return interpreter_semantic.make_tensor_descriptor(
+        base=_pointer(array, argument.dtype),
+        shape=[_scalar(extent, "i32") for extent in argument.shape],
+        strides=[*(_scalar(stride, "i64") for stride in argument.strides[:-1]), tl.constexpr(1)],
+        block_shape=[tl.constexpr(extent) for extent in argument.block_shape],
+        padding_option="zero",
+    )
+
+
+def _bind(parameters: dict[str, Argument], buffers: Sequence[np.ndarray]) -> dict[str, Any]:
+    remaining = iter(buffers)
+    bound = {}
+    for name, argument in parameters.items():
+        match argument:
+            case Scalar():
+                bound[name] = _scalar(argument.value, argument.type)
+            case Pointer():
+                bound[name] = _pointer(next(remaining), argument.dtype)
+            case Descriptor():
+                bound[name] = _descriptor(next(remaining), argument)
+    return bound
+
+
 def run_interpreted(
     kernel: Any,
-    arguments: Sequence[tuple[str, Any]],
+    parameters: dict[str, Argument],
     arrays: Sequence[np.ndarray],
-    outputs: Sequence[tuple[tuple[int, ...], np.dtype, str]],
+    outputs: Sequence[tuple[tuple[int, ...], np.dtype]],
     grid: tuple[int, ...],
     constants: dict[str, Any],
 ) -> tuple[np.ndarray, ...]:
@@ -157,14 +187,14 @@ def run_interpreted(
     **Arguments:**
 
     - `kernel`: a `triton.jit` function.
-    - `arguments`: per leading parameter its Triton type and the scalar's value; for a pointer ("*fp32") the
-        index of its array.
-    - `arrays`: the arrays that pointers refer to. They are copied.
-    - `outputs`: shape, NumPy dtype and Triton dtype of each output; their pointers follow the arguments.
+    - `parameters`: its run-time parameters by name. Those that are not scalars refer to the arrays and then the
+        outputs, in order.
+    - `arrays`: they are copied.
+    - `outputs`: shape and dtype of each output.
     - `grid`: up to three numbers of programs.
-    - `constants`: the `tl.constexpr` parameters.
+    - `constants`: the `tl.constexpr` parameters by name.
 
-    **Returns:** the outputs. Elements that no program wrote are NaN (the most negative integer, for integers).
+    **Returns:** the outputs. Elements that no program wrote are NaN (an integer's extreme value, for integers).
 
     **Raises:** `RuntimeError` if a program wrote beyond an output's ends.
     """
@@ -175,22 +205,16 @@ def run_interpreted(
         copy, _ = _guarded(array.shape, array.dtype, _INPUT_MARGIN)
         copy[...] = array
         inputs.append(copy)
-    results = [_poisoned_output(shape, dtype) for shape, dtype, _ in outputs]
+    results = [_poisoned_output(shape, dtype) for shape, dtype in outputs]
 
     with LANGUAGE_LOCK, np.errstate(all="ignore"), _interpreted_language():
-        positional = [
-            _pointer(inputs[value], kind[1:]) if kind.startswith("*") else _scalar(value, kind)
-            for kind, value in arguments
-        ]
-        positional += [_pointer(array, kind) for (array, _), (_, _, kind) in zip(results, outputs, strict=True)]
-        names = [name for name in kernel.arg_names if name not in constants]
-        named = dict(zip(names, positional, strict=True)) | constants
+        bound = _bind(parameters, [*inputs, *(array for array, _ in results)])
         extents = (*grid, 1, 1)[:3]
         interpreter_builder.set_grid_dim(*extents)
         program = _twin(kernel)
         for index in itertools.product(*map(range, extents)):
             interpreter_builder.set_grid_idx(*index)
-            program(**named)
+            program(**bound, **constants)
 
     for number, (array, memory) in enumerate(results):
         if not _margins_intact(array, memory):
