@@ -10,8 +10,8 @@ import jinja2
 
 from .files import compare, expected, generated_folder, is_checkout, write
 from .matrix import checked_in, matching
-from .render import RenderError, render, template_folder
-from .spec import KernelSpec, SpecError, nearest
+from .render import render, RenderError, template_folder
+from .spec import KernelSpec, nearest, SpecError
 
 
 class UserError(Exception):

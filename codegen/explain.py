@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+from typing import Any
 
 from .render import body_of, power_of_two, render
 from .spec import KernelSpec, Layout, MaskKind, Target
@@ -46,14 +47,15 @@ def explain(spec: KernelSpec) -> list[Choice]:
 def alternative(spec: KernelSpec, field: dataclasses.Field) -> KernelSpec | None:
     """The kernel to compare with, which differs from `spec` in this field only."""
     value = getattr(spec, field.name)
-    if field.type is Target:
+    if isinstance(value, Target):
         return None
-    if field.type is bool:
+    if isinstance(value, bool):
         other = not value
-    elif field.type is int:  # The other kind of dim, since powers of two differ in numbers only.
+    elif isinstance(value, int):  # The other kind of dim, since powers of two differ in numbers only.
         other = 96 if power_of_two(value) else 128
     else:
-        other = next(member for member in field.type if member is not value)
+        members: Any = type(value)
+        other = next(member for member in members if member is not value)
     return dataclasses.replace(spec, **{field.name: other})
 
 

@@ -9,6 +9,7 @@ import difflib
 import enum
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 class Target(enum.StrEnum):
@@ -68,17 +69,18 @@ class KernelSpec:
         """Inverse of `name`. Raises `SpecError` that says what is wrong with the name."""
         target, _, rest = name.partition("/")
         words = rest.split("_")
-        values = {"target": _member(Target, target, name)}
+        values: dict[str, Any] = {"target": _member(Target, target, name)}
         for field in _fields():
-            if field.type is bool:
+            kind: Any = field.type
+            if kind is bool:
                 values[field.name] = field.name in words
                 words = [word for word in words if word != field.name]
             elif not words:
                 raise SpecError(f"{name!r} ends before its {field.name}; {_FORM}")
-            elif field.type is int:
+            elif kind is int:
                 values[field.name] = _dim(field.name, words.pop(0), name)
             else:
-                values[field.name] = _member(field.type, words.pop(0), name)
+                values[field.name] = _member(kind, words.pop(0), name)
         if words:
             raise SpecError(f"{name!r} has {'_'.join(words)!r} left over; {_FORM}")
         spec = cls(**values)

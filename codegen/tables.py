@@ -65,9 +65,9 @@ def print_explanation(spec: KernelSpec) -> int:
 
 def print_diff(first: KernelSpec, second: KernelSpec) -> int:
     """The unified diff of two kernels' bodies, coloured on a terminal."""
-    bodies = [body_of(render(spec)).splitlines() for spec in (first, second)]
+    before, after = (body_of(render(spec)).splitlines() for spec in (first, second))
     styles = {"+": "green", "-": "red", "@": "cyan"}
     out = console()
-    for line in difflib.unified_diff(*bodies, first.name, second.name, lineterm=""):
+    for line in difflib.unified_diff(before, after, first.name, second.name, lineterm=""):
         out.print(Text(line, style=styles.get(line[0], "")), soft_wrap=True)
     return 0

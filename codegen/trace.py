@@ -48,9 +48,10 @@ class _TracingEnvironment(jinja2.Environment):
     """Puts a call of `_taken` at the head of each branch of each template."""
 
     def _generate(self, source: nodes.Template, name: str | None, filename: str | None, *args, **kwargs) -> str:
-        for body, *numbers in [(body, name, _first(body), _last(body), macro) for body, macro in _bodies(source, "")]:
-            call = nodes.Call(nodes.Name("_taken", "load"), [nodes.Const(value) for value in numbers], [], None, None)
-            body.insert(0, nodes.Output([call]).set_lineno(numbers[1]))
+        branches = [(body, (name, _first(body), _last(body), macro)) for body, macro in _bodies(source, "")]
+        for body, branch in branches:
+            call = nodes.Call(nodes.Name("_taken", "load"), [nodes.Const(value) for value in branch], [], None, None)
+            body.insert(0, nodes.Output([call]).set_lineno(branch[1]))
         source.set_environment(self)
         return super()._generate(source, name, filename, *args, **kwargs)
 

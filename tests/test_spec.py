@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from codegen.matrix import checked_in
-from codegen.spec import KernelSpec, Layout, MAX_HEAD_DIM, MaskKind, nearest, SpecError, Target
+from codegen.spec import KernelSpec, Layout, MaskKind, MAX_HEAD_DIM, nearest, SpecError, Target
 
 
 def values(field: dataclasses.Field) -> st.SearchStrategy:

@@ -1,0 +1,132 @@
+"""One kernel file through a real compiler, and what the compiler tells of the result."""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .spec import KernelSpec, Layout, MaskKind
+
+# A grouped call of ordinary size. The lengths are no multiple of any tile, so that the code of the last block is there.
+BATCH, SEQ, Q_HEADS, KV_HEADS = 2, 4000, 8, 2
+WINDOW = 1024
+
+_TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
+
+
+def compile_tpu(spec: KernelSpec, device: str) -> dict[str, dict[str, int | str]]:
+    """Compiles for a TPU generation. Returns, for each kernel, the bytes of VMEM that the compiler gave it."""
+    sharding = jax.sharding.NamedSharding(_mesh(device), jax.sharding.PartitionSpec())
+    found = {}
+    for function, shapes in functions(spec, device):
+        arguments = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes
+        )
+        with jax.sharding.use_abstract_mesh(_mesh(device).abstract_mesh):
+            compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+        kernels = dict(vmem_of_kernels(compiled.as_text() or ""))
+        if not kernels:
+            raise AssertionError(f"{function.__name__} compiled to a program without a Pallas kernel")
+        found |= kernels
+    return found
+
+
+def vmem_of_kernels(hlo: str) -> Iterator[tuple[str, dict[str, int | str]]]:
+    """The Pallas kernels of a compiled TPU program and the VMEM of each, from XLA's own text."""
+    for line in hlo.splitlines():
+        if 'custom_call_target="tpu_custom_call"' not in line:
+            continue
+        name = re.match(r"\s*(?:ROOT )?%?([\w\-]+)", line)
+        used = re.search(r'"used_scoped_memory_configs":(\[.*?\])', line)
+        spaces = json.loads(used[1]) if used else []
+        yield (
+            (name[1] if name else "?"),
+            {"vmem": sum(int(space["size"]) for space in spaces if space["memory_space"] == "1")},
+        )
+
+
+@functools.cache
+def _mesh(device: str) -> jax.sharding.Mesh:
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=_TOPOLOGIES[device])
+    return jax.sharding.Mesh(np.array(topology.devices).reshape(-1)[:1], ("device",))
+
+
+def compile_cuda(spec: KernelSpec, device: str) -> dict[str, dict[str, int | str]]:
+    """Compiles for a compute capability. Returns registers, shared memory, spills and tensor-core instructions."""
+    from eqx_attn._triton_inspect import compile_for_target, inspect_compiled
+
+    found = {}
+    for function, arguments in functions(spec, device):
+        kernels = compile_for_target(function, *arguments)
+        if not kernels:
+            raise AssertionError(f"{function.__name__} launches no Triton kernel")
+        for report in map(inspect_compiled, kernels):
+            found[report.name] = {
+                "registers": report.registers,
+                "shared": report.shared_bytes,
+                "spill": report.spill_bytes,
+                "tensor_core": " ".join(sorted({short_name(name) for name in report.tensor_core_instructions})),
+            }
+    return found
+
+
+def short_name(instruction: str) -> str:
+    """`wgmma m64n128k16` for `wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16`."""
+    shape = re.search(r"\.(m\d+n\d+k\d+)", instruction)
+    return " ".join([instruction.split(".")[0], *(shape.groups() if shape else ())])
+
+
+def functions(spec: KernelSpec, device: str) -> list[tuple[Callable, tuple]]:
+    """`forward` and `backward` of the kernel with representative arguments, as shapes."""
+    from eqx_attn._context import target
+    from eqx_attn._kernels import load_kernel
+    from eqx_attn._tuning import default_tiles
+
+    module = load_kernel(spec)
+    tiles = default_tiles(spec, "bfloat16", SEQ, SEQ)
+
+    def forward(q, k, v, operands):
+        with target(device):
+            return module.forward(q, k, v, operands, tiles)
+
+    def backward(q, k, v, out, lse, dout, dlse, operands):
+        with target(device):
+            return module.backward(q, k, v, out, lse, dout, dlse, operands, tiles)
+
+    q, k, v, out = (
+        _array(spec, heads, dim)
+        for heads, dim in (
+            (Q_HEADS, spec.qk_dim),
+            (KV_HEADS, spec.qk_dim),
+            (KV_HEADS, spec.v_dim),
+            (Q_HEADS, spec.v_dim),
+        )
+    )
+    lse = jax.ShapeDtypeStruct((BATCH, Q_HEADS, SEQ), jnp.float32)
+    operands = _operands(spec)
+    return [(forward, (q, k, v, operands)), (backward, (q, k, v, out, lse, out, lse, operands))]
+
+
+def _array(spec: KernelSpec, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+    shape = (BATCH, SEQ, heads, dim) if spec.layout is Layout.BSHD else (BATCH, heads, SEQ, dim)
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _operands(spec: KernelSpec) -> Any:
+    from eqx_attn._operands import Operands, SegmentOperands
+
+    tokens: Any = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
+    positions = None if spec.mask is MaskKind.FULL else tokens
+    return Operands(
+        scale=spec.qk_dim**-0.5,
+        lower=-WINDOW if spec.mask is MaskKind.WINDOW else None,
+        upper=None if spec.mask is MaskKind.FULL else 0,
+        segments=SegmentOperands(tokens, tokens, positions, positions) if spec.segments else None,
+    )

@@ -1,0 +1,209 @@
+"""Compiling kernels with the devices' own compilers, without the devices: what `--verify` does.
+
+The only part of codegen that needs `eqx_attn` and JAX. Each compilation runs in a worker process, so that JAX starts
+there, and with the environment that libtpu wants.
+"""
+
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .files import generated_folder
+from .matrix import checked_in
+from .records import COMPILED
+from .render import body_digest, render
+from .spec import KernelSpec, Target
+from .tables import console
+
+
+class MissingCompiler(Exception):
+    """The compiler of a platform is not installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """Whose compiler, for which device kinds, and which figures of a compiled kernel it tells."""
+
+    targets: tuple[Target, ...]
+    devices: tuple[str, ...]
+    packages: tuple[str, ...]  # the compiler first
+    extra: str
+    figures: dict[str, str]
+    environment: dict[str, str]
+
+
+PLATFORMS = {
+    "tpu": Platform(
+        targets=(Target.PALLAS_TPU,),
+        devices=("v5e", "v5p", "v6e", "7x"),
+        packages=("libtpu", "jax"),
+        extra="tpu",
+        figures={"vmem": "VMEM"},
+        environment={
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_STDERR_LOG_LEVEL": "3",
+            "TPU_MIN_LOG_LEVEL": "3",
+        },
+    ),
+    "cuda": Platform(
+        targets=(Target.TRITON,),
+        devices=("sm_80", "sm_90a", "sm_100"),
+        packages=("triton", "jax", "jax_cuda13_plugin"),
+        extra="cuda",
+        figures={
+            "registers": "registers",
+            "shared": "shared memory",
+            "spill": "spill",
+            "tensor_core": "tensor cores",
+        },
+        environment={"JAX_PLATFORMS": "cpu"},
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One spec compiled for one device: figures per kernel (bytes where they are sizes), or why that failed."""
+
+    kernels: dict[str, dict[str, int | str]] = dataclasses.field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def faults(self) -> list[str]:
+        """What must not happen with the default tile sizes."""
+        if self.error:
+            return [self.error]
+        spills = [
+            f"{name} spills {figures['spill']} bytes" for name, figures in self.kernels.items() if figures.get("spill")
+        ]
+        idle = [
+            f"{name} has no tensor-core instruction"
+            for name, figures in self.kernels.items()
+            if figures.get("tensor_core") == ""
+        ]
+        return spills + idle
+
+
+def verify_specs(specs: list[KernelSpec], platform: str, devices: tuple[str, ...], record: bool) -> int:
+    """Compiles `specs`, forward and backward, for `devices` (all of the platform if empty), and prints a table.
+
+    Returns 1 if a compilation failed or a kernel spills, else 0. With `record`, notes what compiled in `COMPILED.json`.
+    """
+    chosen = PLATFORMS[platform]
+    devices = devices or chosen.devices
+    if unknown := set(devices) - set(chosen.devices):
+        raise MissingCompiler(
+            f"--device {sorted(unknown)[0]} is unknown; --platform {platform} has {', '.join(chosen.devices)}"
+        )
+    specs = [spec for spec in specs if spec.target in chosen.targets]
+    if not specs:
+        raise MissingCompiler(
+            f"--platform {platform} compiles {', '.join(chosen.targets)} kernels; the pattern matches none"
+        )
+    check_installed(chosen)
+    results = _compile_all(specs, devices, chosen)
+    console().print(_table(results, devices, chosen))
+    if record:
+        _record(results, chosen)
+    faults = [(spec, device, fault) for (spec, device), result in results.items() for fault in result.faults]
+    out = console()
+    for spec, device, fault in faults:
+        out.print(f"{spec.name} for {device}: {fault}", style="red", markup=False, soft_wrap=True)
+    failed = len({(spec, device) for spec, device, _ in faults})
+    out.print(
+        f"{len(results) - failed} of {len(results)} compilations are as they should be"
+        + (f", {failed} are not" if failed else "")
+    )
+    return 1 if faults else 0
+
+
+def check_installed(platform: Platform) -> None:
+    """Raises `MissingCompiler` where a package is not installed."""
+    for package in platform.packages:
+        if importlib.util.find_spec(package) is None:
+            raise MissingCompiler(
+                f"compiling for {', '.join(platform.devices)} needs {package}: pip install 'eqx_attn[{platform.extra}]'"
+            )
+
+
+def _compile_all(
+    specs: list[KernelSpec], devices: tuple[str, ...], platform: Platform
+) -> dict[tuple[KernelSpec, str], Compiled]:
+    os.environ.update(platform.environment)  # Workers inherit it before they import JAX.
+    jobs = [(spec, device) for spec in specs for device in devices]
+    workers = min(len(jobs), os.cpu_count() or 1, 8)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    found = {}
+    with (
+        Progress(*columns, console=Console(stderr=True)) as progress,
+        concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,
+    ):
+        task = progress.add_task("compiling", total=len(jobs))
+        futures = {pool.submit(compile_spec, spec, device): (spec, device) for spec, device in jobs}
+        for future in concurrent.futures.as_completed(futures):
+            spec, device = futures[future]
+            found[spec, device] = future.result()
+            progress.update(task, advance=1, description=f"{spec.name} for {device}")
+    return {job: found[job] for job in jobs}
+
+
+def compile_spec(spec: KernelSpec, device: str) -> Compiled:
+    """Compiles forward and backward of one spec for one device kind, in bfloat16 with the default tiles."""
+    from . import compilers  # Imports JAX.
+
+    compile_kernels = compilers.compile_tpu if device in PLATFORMS["tpu"].devices else compilers.compile_cuda
+    try:
+        return Compiled(kernels=compile_kernels(spec, device))
+    except Exception as error:  # Whatever a compiler says about one kernel must not end the run over all of them.
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return Compiled(error=f"{type(error).__name__}: {' '.join(lines)[:600]}")
+
+
+def _table(results: dict[tuple[KernelSpec, str], Compiled], devices: tuple[str, ...], platform: Platform) -> Table:
+    table = Table("spec", "kernel", box=None, header_style="bold", pad_edge=False)
+    for device in devices:
+        for title in platform.figures.values():
+            table.add_column(f"{device} {title}", justify="right")
+    for spec in dict.fromkeys(spec for spec, _ in results):
+        compiled = [results[spec, device] for device in devices]
+        kernels = list(dict.fromkeys(name for result in compiled for name in result.kernels)) or ["-"]
+        for kernel in kernels:
+            cells = [_cell(result, kernel, figure) for result in compiled for figure in platform.figures]
+            table.add_row(spec.name if kernel == kernels[0] else "", kernel, *cells)
+    table.columns[0].no_wrap = True
+    return table
+
+
+def _cell(result: Compiled, kernel: str, figure: str) -> str:
+    if result.error:
+        return "[red]failed[/red]"
+    value = result.kernels.get(kernel, {}).get(figure, "-")
+    if isinstance(value, int) and figure in ("vmem", "shared"):
+        return f"{value / 2**20:.1f} MiB" if figure == "vmem" else f"{value / 1024:.0f} KiB"
+    return f"[red]{value}[/red]" if figure == "spill" and value else str(value)
+
+
+def _record(results: dict[tuple[KernelSpec, str], Compiled], platform: Platform) -> None:
+    """Notes what compiled without a fault. The version of the compiler is the detail."""
+    compiler = f"{platform.packages[0]} {importlib.metadata.version(platform.packages[0])}"
+    found: dict[str, tuple[str, dict[str, str]]] = {}
+    for (spec, device), result in results.items():
+        if not result.faults:
+            found.setdefault(spec.name, (body_digest(render(spec)), {}))[1][device] = compiler
+    COMPILED.add(generated_folder(), found, {spec.name for spec in checked_in()})
