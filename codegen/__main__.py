@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     if options.show is not None:
         sys.stdout.write(render(spec_of(options.show)))
         return 0
-    if not (options.list or options.explain or options.diff or options.verify):
+    if all(option is None for option in (options.list, options.explain, options.diff, options.verify)):
         return update()
     from . import tables  # Rich is slow to import and not needed for the modes above.
 
