@@ -302,7 +302,13 @@ def triton_call(
     launch, arrays = record_launch(kernel, inputs, outputs, grid, num_warps, num_stages, constants)
     if interpreting():
         return _call_interpreted(launch, arrays)
-    return tuple(triton_call_p.bind(*arrays, launch=launch, capability=current_capability()))
+    capability = current_capability()
+    if capability < 90 and any(isinstance(argument, Descriptor) for argument in launch.arguments):
+        raise ValueError(
+            f"triton_call: {kernel.__name__} takes a TensorDescriptor, which needs the tensor memory accelerator of "
+            f"capability 90 and up, and is compiled for {capability}; pass the array and its strides instead."
+        )
+    return tuple(triton_call_p.bind(*arrays, launch=launch, capability=capability))
 
 
 def _call_interpreted(launch: Launch, arrays: list[Array]) -> tuple[Array, ...]:
