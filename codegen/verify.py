@@ -50,6 +50,7 @@ PLATFORMS = {
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": "v6e-4",  # Whatever it is, libtpu no longer complains that there is no TPU.
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TPU_STDERR_LOG_LEVEL": "3",
             "TPU_MIN_LOG_LEVEL": "3",
@@ -176,18 +177,30 @@ def compile_spec(spec: KernelSpec, device: str) -> Compiled:
 
 
 def _table(results: dict[tuple[KernelSpec, str], Compiled], devices: tuple[str, ...], platform: Platform) -> Table:
-    table = Table("spec", "kernel", box=None, header_style="bold", pad_edge=False)
-    for device in devices:
-        for title in platform.figures.values():
-            table.add_column(f"{device} {title}", justify="right")
-    for spec in dict.fromkeys(spec for spec, _ in results):
-        compiled = [results[spec, device] for device in devices]
-        kernels = list(dict.fromkeys(name for result in compiled for name in result.kernels)) or ["-"]
-        for kernel in kernels:
-            cells = [_cell(result, kernel, figure) for result in compiled for figure in platform.figures]
-            table.add_row(spec.name if kernel == kernels[0] else "", kernel, *cells)
-    table.columns[0].no_wrap = True
+    """A row for each kernel, with a column for each device; a row for each device where there are several figures."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    wide = len(platform.figures) == 1
+    titles = [f"{device} {title}" for device in devices for title in platform.figures.values()]
+    for title in ("spec", "kernel", *(titles if wide else ("device", *platform.figures.values()))):
+        table.add_column(title, justify="left" if title in ("spec", "kernel", "device") else "right", no_wrap=True)
+    for spec, kernel in _kernels(results):
+        cells = {
+            device: [_cell(results[spec, device], kernel, figure) for figure in platform.figures] for device in devices
+        }
+        if wide:
+            table.add_row(spec.name, kernel, *(cell for device in devices for cell in cells[device]))
+        else:
+            for device in devices:
+                table.add_row(spec.name, kernel, device, *cells[device])
     return table
+
+
+def _kernels(results: dict[tuple[KernelSpec, str], Compiled]) -> list[tuple[KernelSpec, str]]:
+    """Every kernel of every spec; a spec whose compilations all failed has one that is called "-"."""
+    found = {(spec, name): None for (spec, _), result in results.items() for name in result.kernels}
+    named = {spec for spec, _ in found}
+    missing = {(spec, "-"): None for spec, _ in results if spec not in named}
+    return sorted([*found, *missing])
 
 
 def _cell(result: Compiled, kernel: str, figure: str) -> str:
