@@ -38,8 +38,8 @@ check: $(STAMP) ## format, lint, types, and generated files against their templa
 	$(BIN)/python -m codegen --check
 
 verify: $(STAMP) ## compile every kernel with every real compiler, without a device
-	$(ON_CPU) $(BIN)/python -m codegen --verify --platform tpu
-	$(ON_CPU) $(BIN)/python -m codegen --verify --platform cuda
+	$(ON_CPU) $(BIN)/python -m codegen --verify --platform tpu --record
+	$(ON_CPU) $(BIN)/python -m codegen --verify --platform cuda --record
 
 bench: $(STAMP) ## time the kernels on this machine's GPU
 	$(BIN)/python -m eqx_attn.bench

@@ -145,12 +145,12 @@ def verify(options: argparse.Namespace) -> int:
     """Compiles kernels with the real compilers."""
     if options.platform is None:
         raise UserError("--verify needs --platform tpu or --platform cuda")
-    from .verify import MissingCompiler, verify_specs
+    from .verify import CannotVerify, verify_specs
 
     specs = specs_of(options.verify)
     try:
         return verify_specs(specs, options.platform, tuple(options.device or ()), record=options.record)
-    except MissingCompiler as error:
+    except CannotVerify as error:
         raise UserError(str(error)) from error
 
 

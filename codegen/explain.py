@@ -45,7 +45,11 @@ def explain(spec: KernelSpec) -> list[Choice]:
 
 
 def alternative(spec: KernelSpec, field: dataclasses.Field) -> KernelSpec | None:
-    """The kernel to compare with, which differs from `spec` in this field only."""
+    """The kernel to compare with, which differs from `spec` in this field.
+
+    Where value has query's and key's dim, it keeps it when theirs is exchanged: two dims instead of one are a choice
+    of their own, which `v_dim` shows.
+    """
     value = getattr(spec, field.name)
     if isinstance(value, Target):
         return None
@@ -56,7 +60,10 @@ def alternative(spec: KernelSpec, field: dataclasses.Field) -> KernelSpec | None
     else:
         members: Any = type(value)
         other = next(member for member in members if member is not value)
-    return dataclasses.replace(spec, **{field.name: other})
+    changes = {field.name: other}
+    if field.name == "qk_dim" and spec.v_dim == spec.qk_dim:
+        changes["v_dim"] = other
+    return dataclasses.replace(spec, **changes)
 
 
 def count_changes(before: str, after: str) -> tuple[int, int]:

@@ -23,8 +23,8 @@ from .spec import KernelSpec, Target
 from .tables import console
 
 
-class MissingCompiler(Exception):
-    """The compiler of a platform is not installed."""
+class CannotVerify(Exception):
+    """A compiler is not installed, or there is nothing of this kind to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +103,16 @@ def verify_specs(specs: list[KernelSpec], platform: str, devices: tuple[str, ...
     chosen = PLATFORMS[platform]
     devices = devices or chosen.devices
     if unknown := set(devices) - set(chosen.devices):
-        raise MissingCompiler(
+        raise CannotVerify(
             f"--device {sorted(unknown)[0]} is unknown; --platform {platform} has {', '.join(chosen.devices)}"
         )
     specs = [spec for spec in specs if spec.target in chosen.targets]
     if not specs:
-        raise MissingCompiler(
+        raise CannotVerify(
             f"--platform {platform} compiles {', '.join(chosen.targets)} kernels; the pattern matches none"
         )
     check_installed(chosen)
+    check_written(specs)
     results = _compile_all(specs, devices, chosen)
     console().print(_table(results, devices, chosen))
     if record:
@@ -129,11 +130,21 @@ def verify_specs(specs: list[KernelSpec], platform: str, devices: tuple[str, ...
 
 
 def check_installed(platform: Platform) -> None:
-    """Raises `MissingCompiler` where a package is not installed."""
+    """Raises `CannotVerify` where a package is not installed."""
     for package in platform.packages:
         if importlib.util.find_spec(package) is None:
-            raise MissingCompiler(
+            raise CannotVerify(
                 f"compiling for {', '.join(platform.devices)} needs {package}: pip install 'eqx_attn[{platform.extra}]'"
+            )
+
+
+def check_written(specs: list[KernelSpec]) -> None:
+    """Raises `CannotVerify` where a kernel's file, which is what gets compiled, is not what its template writes."""
+    for spec in specs:
+        path = generated_folder() / f"{spec.name}.py"
+        if not path.exists() or path.read_text() != render(spec):
+            raise CannotVerify(
+                f"generated/{spec.name}.py is missing or not up to date: run `python -m {__package__}` first"
             )
 
 

@@ -210,6 +210,15 @@ def test_a_missing_compiler_names_the_extra(checkout, platform, package):
     assert f"needs {package}: pip install 'eqx_attn[{platform}]'" in said
 
 
+def test_only_kernels_that_are_up_to_date_are_verified(checkout):
+    pytest.importorskip("libtpu")
+    said = run(checkout, "--verify", "*/bshd_causal_qk64_v64", "--platform", "tpu", status=2)
+    assert (
+        "generated/pallas_tpu/bshd_causal_qk64_v64.py is missing or not up to date: run `python -m codegen` first"
+        in said
+    )
+
+
 def test_a_mistake_in_a_template_names_its_line(checkout):
     masks = checkout / "templates/macros/masks.jinja"
     masks.write_text(MASKS.replace('"below"', "{{ head_dmi }}"))

@@ -1,0 +1,54 @@
+"""Kernels through the real compilers: those that have changed since `make verify` did all of them, and some more."""
+
+import datetime
+import importlib.util
+
+import pytest
+
+from codegen.files import generated_folder
+from codegen.matrix import checked_in
+from codegen.records import COMPILED
+from codegen.render import body_digest, render
+from codegen.spec import KernelSpec
+from codegen.verify import compile_spec, Platform, PLATFORMS
+
+
+def chosen(platform: Platform, day: int) -> list[tuple[KernelSpec, str]]:
+    """A device for each spec that is not recorded as compiled for all of them, and for a tenth of the others.
+
+    The tenth and the device change from day to day, so that ten runs on ten days compile every spec.
+    """
+    entries = COMPILED.read(generated_folder())
+    jobs = []
+    for number, spec in enumerate(spec for spec in checked_in() if spec.target in platform.targets):
+        device = platform.devices[(number + day) % len(platform.devices)]
+        recorded = COMPILED.lookup(entries, spec.name, body_digest(render(spec)))
+        if (number + day) % 10 == 0:
+            jobs.append((spec, device))
+        elif missing := [device for device in platform.devices if device not in recorded]:
+            jobs.append((spec, missing[day % len(missing)]))
+    return jobs
+
+
+TODAY = datetime.date.today().toordinal()
+JOBS = [
+    pytest.param(platform, spec, device, id=f"{spec.name}-{device}")
+    for platform in PLATFORMS.values()
+    for spec, device in chosen(platform, TODAY)
+]
+
+
+@pytest.mark.parametrize("platform, spec, device", JOBS)
+def test_compiles_without_a_spill(platform, spec, device):
+    for package in platform.packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    compiled = compile_spec(spec, device)
+    assert compiled.kernels or compiled.error
+    assert not compiled.faults
+
+
+def test_every_spec_has_its_day():
+    for platform in PLATFORMS.values():
+        specs = {spec for day in range(10) for spec, _ in chosen(platform, day)}
+        assert specs == {spec for spec in checked_in() if spec.target in platform.targets}
