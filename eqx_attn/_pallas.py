@@ -1,0 +1,75 @@
+"""Small parts of the TPU kernels that say nothing about attention: block sizes, padding, layouts of a vector, precision."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from ._context import interpreting
+from ._operands import SegmentOperands
+
+LANES = 128
+"""A TPU's vector registers hold 8 rows (sublanes) of 128 lanes; block sizes are multiples of 128."""
+
+VMEM_LIMIT_BYTES = 60 * 2**20
+"""What a kernel may use of a core's vector memory: 64 MiB on a v5p and a TPU7x, 128 MiB on a v5e and a v6e."""
+
+
+def fit_block(block: int, seq: int) -> int:
+    """The block size to use along `seq` rows: at most `block`, a multiple of 128, with little left over in the last one.
+
+    Raises `ValueError` unless `block` is a positive multiple of 128.
+    """
+    if block < LANES or block % LANES:
+        raise ValueError(f"a tile of {block} rows: TPU kernels take positive multiples of {LANES}")
+    blocks = -(-seq // block)
+    return -(-seq // (blocks * LANES)) * LANES
+
+
+def interpret_params() -> pltpu.InterpretParams | bool:
+    """The `interpret` argument of `pallas_call`: inside `eqx_attn.interpret()`, unwritten memory is NaN and races are found."""
+    return pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True) if interpreting() else False
+
+
+def matmul_precision(dtype) -> lax.Precision:
+    """The precision of a kernel's products: highest for float32 where `jax_default_matmul_precision` asks for more."""
+    wanted = jax.config.jax_default_matmul_precision
+    more = wanted is not None and str(wanted).lower() not in ("default", "bfloat16", "fastest")
+    return lax.Precision.HIGHEST if more and dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def pad_rows(x: Array, rows: int, fill: float) -> Array:
+    """`x [..., seq]` as `[..., 1, rows]`: one value per row along the lanes, `fill` beyond the end."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, rows - x.shape[-1])]
+    return jnp.pad(x, padding, constant_values=fill)[..., None, :]
+
+
+def column(row: Array) -> Array:
+    """In a kernel: `row [1, n]` of 32-bit values as `[n, 1]`, from lanes to sublanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
+
+
+def zero_tail(x: Array, block: Array, seq: int) -> Array:
+    """In a kernel: block number `block` of an array of `seq` rows, with 0 beyond the array's end.
+
+    What lies there is unspecified, and even a weight of 0 would not keep a NaN out of a sum.
+    """
+    if seq % x.shape[0] == 0:
+        return x
+    row = block * x.shape[0] + lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where(row < seq, x, jnp.zeros_like(x))
+
+
+def dot(a: Array, b: Array, axes: tuple[int, int], precision: lax.Precision) -> Array:
+    """In a kernel: the product of two matrices, summed over axis `axes[0]` of `a` and `axes[1]` of `b`, in float32."""
+    dimensions = (((axes[0],), (axes[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def pad_segments(segments: SegmentOperands, q_rows: int, kv_rows: int) -> tuple[Array, ...]:
+    """The ids and, where there are any, the positions of queries and keys as `[batch, 1, rows]`, padded with padding ids."""
+    ids = pad_rows(segments.q_ids, q_rows, -1), pad_rows(segments.kv_ids, kv_rows, -2)
+    if segments.q_positions is None:
+        return ids
+    return *ids, pad_rows(segments.q_positions, q_rows, 0), pad_rows(segments.kv_positions, kv_rows, 0)
