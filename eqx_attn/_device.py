@@ -1,5 +1,22 @@
 """What a generated kernel imports from eqx_attn, and nothing else."""
 
+from ._pallas import (
+    column as column,
+    dot as dot,
+    fit_block as fit_block,
+    interpret_params as interpret_params,
+    matmul_precision as matmul_precision,
+    pad_rows as pad_rows,
+    pad_segments as pad_segments,
+    VMEM_LIMIT_BYTES as VMEM_LIMIT_BYTES,
+    zero_tail as zero_tail,
+)
 from ._precision import dot_precision as dot_precision
 from ._summaries import block_summary as block_summary, visited_range as visited_range
 from ._triton_call import triton_call as triton_call
+from ._visits import (
+    band_kv_visits as band_kv_visits,
+    band_q_visits as band_q_visits,
+    segment_kv_visits as segment_kv_visits,
+    segment_q_visits as segment_q_visits,
+)
