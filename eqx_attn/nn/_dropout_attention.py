@@ -21,7 +21,7 @@ def attention_with_dropout(
     dropout: eqx.nn.Dropout,
     dropout_key: PRNGKeyArray | None,
 ) -> Float[Array, "q_seq q_heads v_dim"]:
-    """What `equinox.nn.MultiheadAttention` computes between its projections, with the same random bits for the same key.
+    """What `equinox.nn.MultiheadAttention` computes between its projections, with the same random bits for a key.
 
     The memory grows with q_seq * kv_seq. A query that sees no key gives 0.
     """
@@ -31,7 +31,8 @@ def attention_with_dropout(
     seen = _visible(mask, q_heads, query.shape[0], key.shape[0])
     # The lowest finite number rather than -inf: a row of -inf would have a NaN for its gradient.
     logits = jnp.where(seen, logits, jnp.finfo(logits.dtype).min)
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jnp.promote_types(logits.dtype, jnp.float32)
     weights = jax.nn.softmax(logits.astype(wide), axis=-1).astype(logits.dtype)
     weights = jnp.where(seen, weights, 0)
     keys = None if dropout_key is None else jax.random.split(dropout_key, q_heads)

@@ -180,8 +180,8 @@ class MultiheadAttention(eqx.Module):
         - `query`: `[q_seq, query_size]`, floating.
         - `key_`: `[kv_seq, key_size]`, floating.
         - `value`: `[kv_seq, value_size]`, floating.
-        - `mask`: an `eqx_attn` mask, `"causal"`, or a boolean array, True where a query sees a key, `[q_seq, kv_seq]` or
-            `[num_heads, q_seq, kv_seq]`. Default: every query sees every key.
+        - `mask`: an `eqx_attn` mask, `"causal"`, or a boolean array, True where a query sees a key, `[q_seq, kv_seq]`
+            or `[num_heads, q_seq, kv_seq]`. Default: every query sees every key.
         - `key`: a `jax.random.key` for dropout.
         - `inference`: whether dropout is off; None asks `self.dropout.inference`.
         - `deterministic`: equinox's deprecated name of `inference`.
@@ -190,13 +190,13 @@ class MultiheadAttention(eqx.Module):
 
         **Returns:** `[q_seq, output_size]`. The row of a query that sees no key is the output projection of 0.
 
-        Raises `ValueError` or `TypeError` for shapes and dtypes other than these, naming the argument, and `RuntimeError`
-        if dropout is on and `key` is missing.
+        Raises `ValueError` or `TypeError` for shapes and dtypes other than these, naming the argument, and
+        `RuntimeError` if dropout is on and `key` is missing.
         """
         if deterministic is not None:
             inference = deterministic
             warnings.warn(
-                "MultiheadAttention()(deterministic=...) is deprecated in favour of MultiheadAttention()(inference=...)",
+                "MultiheadAttention()(deterministic=...) is deprecated; write MultiheadAttention()(inference=...)",
                 stacklevel=2,
             )
         self._check_inputs(query, key_, value)
@@ -234,8 +234,8 @@ class MultiheadAttention(eqx.Module):
             wanted = f"[{'q_seq' if name == 'query' else 'kv_seq'}, {size}]"
             if x.ndim > 2:
                 raise ValueError(
-                    f"{name} has shape {x.shape}, but MultiheadAttention takes one example without a batch axis, {wanted}. "
-                    "Map over the batch with jax.vmap(layer)(query, key_, value)."
+                    f"{name} has shape {x.shape}, but MultiheadAttention takes one example, without a batch axis: "
+                    f"{wanted}. Map over the batch with jax.vmap(layer)(query, key_, value)."
                 )
             if x.ndim < 2 or x.shape[1] != size:
                 raise ValueError(f"{name} has shape {x.shape}, but this layer was built for {wanted}.")
@@ -253,15 +253,16 @@ def _check_head_counts(num_heads: int, num_kv_heads: int):
         raise ValueError(f"num_heads is {num_heads} and num_kv_heads is {num_kv_heads}; both must be at least 1.")
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"num_heads is {num_heads} and num_kv_heads is {num_kv_heads}: each key head serves an equal group of query "
-            "heads, so num_kv_heads must divide num_heads."
+            f"num_heads is {num_heads} and num_kv_heads is {num_kv_heads}: each key head serves an equal group of "
+            "query heads, so num_kv_heads must divide num_heads."
         )
 
 
 def _check_rotary(rotary: RotaryEmbedding | None, qk_size: int):
     if rotary is not None and not isinstance(rotary, RotaryEmbedding):
         raise TypeError(
-            f"rotary is a {type(rotary).__name__}; pass an eqx_attn.nn.RotaryEmbedding, and apply others in process_heads."
+            f"rotary is a {type(rotary).__name__}; pass an eqx_attn.nn.RotaryEmbedding, and apply others in "
+            "process_heads."
         )
     if rotary is not None and rotary.embedding_size != qk_size:
         raise ValueError(

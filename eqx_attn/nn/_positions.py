@@ -10,8 +10,8 @@ from .._segments import count_of_ids
 def mask_positions(mask: Mask, q_seq: int, kv_seq: int) -> tuple[Int32[Array, " q_seq"], Int32[Array, " kv_seq"]]:
     """Positions of queries and keys: those of `Segments`, or row numbers.
 
-    Where the mask is aligned "bottom_right" the queries' positions are moved so that the last query (of each id) has the
-    position of the last key.
+    Where the mask is aligned "bottom_right" the queries' positions are moved so that the last query (of each id) has
+    the position of the last key.
     """
     pieces = parts(mask)
     bottom_right = any(isinstance(p, Causal | SlidingWindow) and p.alignment == "bottom_right" for p in pieces)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from beartype import beartype
-from jaxtyping import Array, Float, Int, PRNGKeyArray, jaxtyped
+from jaxtyping import Array, Float, Int, jaxtyped, PRNGKeyArray
 
 
 def _default_dtype() -> Any:
@@ -133,7 +133,8 @@ def _rotate(
     frequency = jnp.asarray(1.0 / theta**exponent, _default_dtype())  # [half]
     angle = positions.astype(frequency.dtype)[:, None] * frequency[None, :]  # [seq, half]
     angle = angle.reshape(angle.shape[:1] + (1,) * (x.ndim - 2) + angle.shape[1:])  # [seq, (1,) half]
-    wide = jnp.promote_types(x.dtype, dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jnp.promote_types(x.dtype, dtype)
     cos = jnp.broadcast_to(jnp.cos(angle).astype(dtype).astype(wide), (*x.shape[:-1], half))
     sin = jnp.broadcast_to(jnp.sin(angle).astype(dtype).astype(wide), (*x.shape[:-1], half))
     low, high = x[..., :half].astype(wide), x[..., half:].astype(wide)
