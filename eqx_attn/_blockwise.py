@@ -126,7 +126,7 @@ def _differentiate(q_block, dout_block, lse_block, delta_block, k_rows, v_rows, 
 def _blocks(q, k, tile) -> _Blocks:
     batch, q_heads, q_seq, _ = q.shape
     kv_heads, kv_seq = k.shape[1:3]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = jnp.dtype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
     block_q, block_kv = min(tile.block_q, q_seq), min(tile.block_kv, kv_seq)
     return _Blocks(batch, kv_heads, q_heads // kv_heads, q_seq, kv_seq, block_q, block_kv, wide)
 

@@ -48,7 +48,7 @@ def merge(
             )
     if out_a.shape != out_b.shape:
         raise ValueError(f"out_a has shape {out_a.shape} and out_b {out_b.shape}: they are the same queries' results")
-    wide = jnp.promote_types(out_a.dtype, jnp.float32)
+    wide = jnp.dtype(jnp.float64 if out_a.dtype == jnp.float64 else jnp.float32)
     lse_a, lse_b = lse_a.astype(wide), lse_b.astype(wide)
     largest = jnp.maximum(lse_a, lse_b)
     dead = largest == -jnp.inf

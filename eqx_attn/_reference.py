@@ -38,7 +38,7 @@ def reference_attention(
     A query that sees no key has output 0, lse -inf, and gradient 0, also through the lse.
     """
     out_dtype = operands.out_dtype or query.dtype
-    lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    lse_dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
     batch, q_seq, q_heads, qk_dim = query.shape
     kv_seq, kv_heads = key.shape[1:3]
