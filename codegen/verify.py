@@ -117,15 +117,20 @@ def verify_specs(specs: list[KernelSpec], platform: str, devices: tuple[str, ...
     console().print(_table(results, devices, chosen))
     if record:
         _record(results, chosen)
-    faults = [(spec, device, fault) for (spec, device), result in results.items() for fault in result.faults]
+    return _print_faults(results)
+
+
+def _print_faults(results: dict[tuple[KernelSpec, str], Compiled]) -> int:
+    """Says what is wrong, once for all devices of a spec, and returns the command's exit status."""
+    faults: dict[tuple[str, str], list[str]] = {}
+    for (spec, device), result in results.items():
+        for fault in result.faults:
+            faults.setdefault((spec.name, fault), []).append(device)
     out = console()
-    for spec, device, fault in faults:
-        out.print(f"{spec.name} for {device}: {fault}", style="red", markup=False, soft_wrap=True)
-    failed = len({(spec, device) for spec, device, _ in faults})
-    out.print(
-        f"{len(results) - failed} of {len(results)} compilations are as they should be"
-        + (f", {failed} are not" if failed else "")
-    )
+    for (name, fault), devices in faults.items():
+        out.print(f"{name} for {', '.join(devices)}: {fault}", style="red", markup=False, soft_wrap=True)
+    good = sum(not result.faults for result in results.values())
+    out.print(f"{good} of {len(results)} compilations are as they should be")
     return 1 if faults else 0
 
 
