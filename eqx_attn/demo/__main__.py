@@ -50,13 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     def add(name, kind, default, text, **more):
         parser.add_argument(name, type=kind, default=default, help=f"{text} (default: %(default)s)", **more)
 
-    add("--steps", _positive_int, 250, "stop after so many training steps")
+    add("--steps", _positive_int, 500, "stop after so many training steps")
     add("--seconds", _positive_float, 110.0, "stop training after so many seconds, compilation included", metavar="S")
     add("--output", Path, Path("demo_output"), "folder for loss.png", metavar="DIR")
-    add("--batch", _positive_int, 8, "rows in a batch")
+    add("--batch", _positive_int, 4, "rows in a batch")
     add("--length", _positive_int, 256, "bytes in a row of packed documents")
     add("--width", _positive_int, 128, "channels of the model")
-    add("--depth", _positive_int, 4, "blocks of the model")
+    add("--depth", _positive_int, 3, "blocks of the model")
     add("--num-heads", _positive_int, 2, "query heads")
     add("--num-kv-heads", _positive_int, 1, "key and value heads")
     add("--dtype", str, "float32", "dtype to compute in; bfloat16 for GPU and TPU", choices=["float32", "bfloat16"])

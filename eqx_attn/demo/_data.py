@@ -22,7 +22,7 @@ class Packed:
         return Packed(self.tokens[rows], self.segment_ids[rows])
 
 
-def load(length: int, validation_part: float = 0.1, validation_rows: int = 64, seed: int = 0) -> tuple[Packed, Packed]:
+def load(length: int, validation_part: float = 0.1, validation_rows: int = 32, seed: int = 0) -> tuple[Packed, Packed]:
     """Training and validation rows of `length` bytes, from the help texts of Python (`pydoc_data.topics`).
 
     Topics are divided, so that the validation text is about other things, of which at most `validation_rows` rows are

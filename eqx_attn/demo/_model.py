@@ -112,4 +112,4 @@ def mean_loss(
     logits = jax.vmap(model)(tokens[:, :-1], segment_ids[:, :-1]).astype(jnp.float32)
     counts = is_target(segment_ids)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.sum(jnp.where(counts, losses, 0)) / jnp.sum(counts)
+    return jnp.mean(losses, where=counts)

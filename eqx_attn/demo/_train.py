@@ -28,10 +28,10 @@ class History:
 class Recipe:
     """How to train. The learning rate warms up over `warmup` of the budget, and falls along a cosine to a tenth."""
 
-    steps: int = 250
+    steps: int = 500
     seconds: float = 110.0
-    batch: int = 8
-    evaluations: int = 10
+    batch: int = 4
+    evaluations: int = 8
     learning_rate: float = 3e-3
     warmup: float = 0.05
     dtype: str = "float32"
@@ -91,7 +91,7 @@ def fit(
     step, progress = 0, 0.0
     while True:
         if progress >= len(history.validation) / recipe.evaluations or progress >= 1:
-            history.validation.append((step, evaluate(model, validation, 4 * recipe.batch, recipe.dtype)))
+            history.validation.append((step, evaluate(model, validation, 2 * recipe.batch, recipe.dtype)))
         history.seconds = time.monotonic() - started
         report(step, progress, history)
         if progress >= 1:
