@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from beartype import beartype
 from jaxtyping import Array, Bool, Float, Float32, jaxtyped
 
-from ._call import Call, Request
+from ._call import Request
 from ._masks import as_mask, Full, Mask
 from ._operands import Operands
 from ._plan import MaskPlan, plan_mask, UNBOUNDED
@@ -111,7 +111,10 @@ def _attention(query, key, value, mask, scale, layout, implementation, determini
     batch_shape = query.shape[:-3]
     request, plan = prepare(query, key, value, mask, layout, deterministic)
     call = resolve(request, implementation)
-    operands = operands_for(call, request, plan, scale)
+    scale = float(request.qk_dim**-0.5 if scale is None else scale)
+    if scale <= 0:  # the kernels take the maximum of scores before they scale
+        query, scale = (-query, -scale) if scale else (jnp.zeros_like(query), 1.0)
+    operands = operands_for(plan, scale)
     q, k, v = (jnp.reshape(x, (request.batch, *x.shape[-3:])) for x in (query, key, value))
     if call.default.implementation == "reference":
         out, lse = _reference(layout, q, k, v, operands)
@@ -144,13 +147,13 @@ def prepare(query, key, value, mask: Mask, layout: str, deterministic: bool | No
     return request, plan
 
 
-def operands_for(call: Call, request: Request, plan: MaskPlan, scale: float | None) -> Operands:
+def operands_for(plan: MaskPlan, scale: float) -> Operands:
     """What the kernel reads besides the arrays. A window's missing bound becomes one that always holds."""
     lower, upper = plan.lower, plan.upper
     if lower is not None and upper is None:
         upper = UNBOUNDED
     return Operands(
-        scale=float(request.qk_dim**-0.5 if scale is None else scale),
+        scale=scale,
         lower=lower,
         upper=upper,
         segments=plan.segments,

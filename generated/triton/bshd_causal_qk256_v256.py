@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_causal_qk256_v256
-# digest: a11f299491058794
+# digest: 904b0f5558d0e727
 """Causal attention, arrays [batch, seq, heads, dim], head dim 256.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -166,12 +166,13 @@ def dq_kernel(
     lse = tl.load(lse_ptr + lse_offset, mask=rows < q_seq, other=float("-inf"))
     dlse = tl.load(dlse_ptr + lse_offset, mask=rows < q_seq, other=0.0)
     dead = lse == float("-inf")  # these rows saw no key: no gradient, whatever dlse holds
-    lse_2 = tl.where(dead, float("inf"), lse * LOG2_E)
     delta = tl.where(dead, 0.0, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) - dlse)
     tl.store(delta_ptr + lse_offset, delta, mask=rows < q_seq)
     dout = dout.to(q.dtype)
 
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted.
     scale_2 = scale * LOG2_E
+    shift = tl.where(dead, float("-inf"), -lse / scale)
     dq = tl.zeros([block_q, HEAD_DIM], tl.float32)
 
     # Keys before `whole` are visible to every row of this block, and those from `last` on to none.
@@ -182,10 +183,12 @@ def dq_kernel(
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
-        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
-        dweights = tl.dot(dout, v.T, input_precision=precision)
-        dscores = weights * (dweights - delta[:, None])
+        scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
+        scores = tl.dot(q, k.T, scores, input_precision=precision)
+        weights = tl.exp2(scores * scale_2)
+        dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
+        dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
+        dscores = weights * dweights
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
     for start in range(whole, last, block_kv):
@@ -195,13 +198,15 @@ def dq_kernel(
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
+        scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
+        scores = tl.dot(q, k.T, scores, input_precision=precision)
+        weights = tl.exp2(scores * scale_2)
         keep = (columns < kv_seq)[None, :]
         keep &= columns[None, :] <= rows[:, None] + upper
         weights = tl.where(keep, weights, 0.0)
-        dweights = tl.dot(dout, v.T, input_precision=precision)
-        dscores = weights * (dweights - delta[:, None])
+        dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
+        dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
+        dscores = weights * dweights
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
     tl.store(dq_rows + q_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
@@ -248,18 +253,38 @@ def dkv_kernel(
     dk_rows = row_of(dk_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, HEAD_DIM)
     dv_rows = row_of(dv_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, HEAD_DIM)
     k = tl.load(k_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
-    v = tl.load(v_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
-    # Rows from `first` on see some of these keys, and those from `whole_first` on all of them.
+    # Some row of [first, last) sees some of these keys, and every row of [whole_first, whole_last) sees all of them.
     first = tl.maximum(kv_start - upper, 0) // block_q * block_q
+    last = q_seq
     whole_first = tl.cdiv(tl.maximum(kv_start + block_kv - 1 - upper, 0), block_q) * block_q
     whole_last = q_seq // block_q * block_q
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_q)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_q)
 
-    scale_2 = scale * LOG2_E
-    dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted, which
+    # costs no register. Hoisting the loops' invariants would, so that is off.
+    scale_2, inverse_scale = scale * LOG2_E, 1.0 / scale
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
         row_of_head = (batch * q_heads + head) * q_seq
-        for start in range(first, tl.minimum(whole_first, q_seq), block_q):
+        for start in tl.range(whole_first, whole_last, block_q, disable_licm=True):
+            rows = start + q_offsets
+            q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
+            dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
+            q = tl.load(q_rows + q_tile)  # [block_q, HEAD_DIM]
+            dout = tl.load(dout_rows + q_tile)  # [block_q, HEAD_DIM]
+            dout = dout.to(q.dtype)
+            lse = tl.load(lse_ptr + row_of_head + rows)
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
+
+        for block in tl.range(0, near + far, disable_licm=True):
+            start = tl.where(block < near, first + block * block_q, far_first + (block - near) * block_q)
             rows = start + q_offsets
             inside = (rows < q_seq)[:, None]
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -268,18 +293,22 @@ def dkv_kernel(
             dout = tl.load(dout_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
             dout = dout.to(q.dtype)
             lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
-            delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < q_seq, other=0.0)
-            lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-            scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-            weights = tl.exp2(scores * scale_2 - lse_2[None, :])
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
             keep = columns[:, None] <= rows[None, :] + upper
             weights = tl.where(keep, weights, 0.0)
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-            dweights = tl.dot(v, dout.T, input_precision=precision)
-            dscores = weights * (dweights - delta[None, :])
-            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
-        for start in range(whole_first, whole_last, block_q):
+    tl.store(dv_rows + kv_tile, dv.to(dv_ptr.dtype.element_ty), mask=in_columns)
+
+    # A second sweep for dk: both at once would not fit the registers.
+    v = tl.load(v_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
+    dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
+    for head in range(kv_head * group, kv_head * group + group):
+        row_of_head = (batch * q_heads + head) * q_seq
+        for start in tl.range(whole_first, whole_last, block_q, disable_licm=True):
             rows = start + q_offsets
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -288,15 +317,17 @@ def dkv_kernel(
             dout = dout.to(q.dtype)
             lse = tl.load(lse_ptr + row_of_head + rows)
             delta = tl.load(delta_ptr + row_of_head + rows)
-            lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-            scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-            weights = tl.exp2(scores * scale_2 - lse_2[None, :])
-            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-            dweights = tl.dot(v, dout.T, input_precision=precision)
-            dscores = weights * (dweights - delta[None, :])
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+            dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+            dscores = weights * dweights
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
-        for start in range(tl.maximum(whole_first, whole_last), q_seq, block_q):  # the tail
+        for block in tl.range(0, near + far, disable_licm=True):
+            start = tl.where(block < near, first + block * block_q, far_first + (block - near) * block_q)
             rows = start + q_offsets
             inside = (rows < q_seq)[:, None]
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -306,18 +337,18 @@ def dkv_kernel(
             dout = dout.to(q.dtype)
             lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
             delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < q_seq, other=0.0)
-            lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-            scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-            weights = tl.exp2(scores * scale_2 - lse_2[None, :])
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
             keep = columns[:, None] <= rows[None, :] + upper
             weights = tl.where(keep, weights, 0.0)
-            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-            dweights = tl.dot(v, dout.T, input_precision=precision)
-            dscores = weights * (dweights - delta[None, :])
+            dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+            dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+            dscores = weights * dweights
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
     tl.store(dk_rows + kv_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_columns)
-    tl.store(dv_rows + kv_tile, dv.to(dv_ptr.dtype.element_ty), mask=in_columns)
 
 
 def forward(q, k, v, operands, tiles):

@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk256_v256
-# digest: 12ce515c094f019f
+# digest: fd196fbb2d595602
 """Full attention, arrays [batch, seq, heads, dim], head dim 256.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -157,12 +157,13 @@ def dq_kernel(
     lse = tl.load(lse_ptr + lse_offset, mask=rows < q_seq, other=float("-inf"))
     dlse = tl.load(dlse_ptr + lse_offset, mask=rows < q_seq, other=0.0)
     dead = lse == float("-inf")  # these rows saw no key: no gradient, whatever dlse holds
-    lse_2 = tl.where(dead, float("inf"), lse * LOG2_E)
     delta = tl.where(dead, 0.0, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) - dlse)
     tl.store(delta_ptr + lse_offset, delta, mask=rows < q_seq)
     dout = dout.to(q.dtype)
 
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted.
     scale_2 = scale * LOG2_E
+    shift = tl.where(dead, float("-inf"), -lse / scale)
     dq = tl.zeros([block_q, HEAD_DIM], tl.float32)
 
     whole = kv_seq // block_kv * block_kv
@@ -171,10 +172,12 @@ def dq_kernel(
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
-        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
-        dweights = tl.dot(dout, v.T, input_precision=precision)
-        dscores = weights * (dweights - delta[:, None])
+        scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
+        scores = tl.dot(q, k.T, scores, input_precision=precision)
+        weights = tl.exp2(scores * scale_2)
+        dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
+        dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
+        dscores = weights * dweights
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
     for start in range(whole, kv_seq, block_kv):  # the tail
@@ -184,12 +187,14 @@ def dq_kernel(
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
+        scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
+        scores = tl.dot(q, k.T, scores, input_precision=precision)
+        weights = tl.exp2(scores * scale_2)
         keep = (columns < kv_seq)[None, :]
         weights = tl.where(keep, weights, 0.0)
-        dweights = tl.dot(dout, v.T, input_precision=precision)
-        dscores = weights * (dweights - delta[:, None])
+        dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
+        dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
+        dscores = weights * dweights
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
     tl.store(dq_rows + q_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
@@ -235,15 +240,51 @@ def dkv_kernel(
     dk_rows = row_of(dk_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, HEAD_DIM)
     dv_rows = row_of(dv_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, HEAD_DIM)
     k = tl.load(k_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
-    v = tl.load(v_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
     whole = q_seq // block_q * block_q
 
-    scale_2 = scale * LOG2_E
-    dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted, which
+    # costs no register. Hoisting the loops' invariants would, so that is off.
+    scale_2, inverse_scale = scale * LOG2_E, 1.0 / scale
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
         row_of_head = (batch * q_heads + head) * q_seq
-        for start in range(0, whole, block_q):
+        for start in tl.range(0, whole, block_q, disable_licm=True):
+            rows = start + q_offsets
+            q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
+            dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
+            q = tl.load(q_rows + q_tile)  # [block_q, HEAD_DIM]
+            dout = tl.load(dout_rows + q_tile)  # [block_q, HEAD_DIM]
+            dout = dout.to(q.dtype)
+            lse = tl.load(lse_ptr + row_of_head + rows)
+            shift = -lse * inverse_scale
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
+
+        for start in tl.range(whole, q_seq, block_q, disable_licm=True):  # the tail
+            rows = start + q_offsets
+            inside = (rows < q_seq)[:, None]
+            q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
+            dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
+            q = tl.load(q_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
+            dout = tl.load(dout_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
+            dout = dout.to(q.dtype)
+            lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
+
+    tl.store(dv_rows + kv_tile, dv.to(dv_ptr.dtype.element_ty), mask=in_columns)
+
+    # A second sweep for dk: both at once would not fit the registers.
+    v = tl.load(v_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
+    dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
+    for head in range(kv_head * group, kv_head * group + group):
+        row_of_head = (batch * q_heads + head) * q_seq
+        for start in tl.range(0, whole, block_q, disable_licm=True):
             rows = start + q_offsets
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -252,15 +293,16 @@ def dkv_kernel(
             dout = dout.to(q.dtype)
             lse = tl.load(lse_ptr + row_of_head + rows)
             delta = tl.load(delta_ptr + row_of_head + rows)
-            lse_2 = lse * LOG2_E
-            scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-            weights = tl.exp2(scores * scale_2 - lse_2[None, :])
-            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-            dweights = tl.dot(v, dout.T, input_precision=precision)
-            dscores = weights * (dweights - delta[None, :])
+            shift = -lse * inverse_scale
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+            dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+            dscores = weights * dweights
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
-        for start in range(whole, q_seq, block_q):  # the tail
+        for start in tl.range(whole, q_seq, block_q, disable_licm=True):  # the tail
             rows = start + q_offsets
             inside = (rows < q_seq)[:, None]
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -270,16 +312,16 @@ def dkv_kernel(
             dout = dout.to(q.dtype)
             lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
             delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < q_seq, other=0.0)
-            lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-            scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-            weights = tl.exp2(scores * scale_2 - lse_2[None, :])
-            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-            dweights = tl.dot(v, dout.T, input_precision=precision)
-            dscores = weights * (dweights - delta[None, :])
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+            dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+            dscores = weights * dweights
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
     tl.store(dk_rows + kv_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_columns)
-    tl.store(dv_rows + kv_tile, dv.to(dv_ptr.dtype.element_ty), mask=in_columns)
 
 
 def forward(q, k, v, operands, tiles):

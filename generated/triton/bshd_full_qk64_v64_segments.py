@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk64_v64_segments
-# digest: c0b9c87ad09c29eb
+# digest: fc961256c4075d43
 """Full attention within segments, arrays [batch, seq, heads, dim], head dim 64.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -128,7 +128,9 @@ def forward_kernel(
         kinds = tl.where(blocks < last, kinds, HIDDEN)
         kind = tl.sum(tl.where(blocks == run, kinds, 0))
         stop = tl.min(tl.where(kinds == kind, run + LOOKAHEAD, blocks))
-        for start in range(run * block_kv, tl.where(kind == PARTLY, stop, run) * block_kv, block_kv):
+        partly = tl.where(kind == PARTLY, stop, run) * block_kv
+        wholly = tl.where(kind == WHOLLY, stop, run) * block_kv
+        for start in range(run * block_kv, partly, block_kv):
             columns = start + kv_offsets
             inside = (columns < kv_seq)[:, None]
             k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
@@ -141,7 +143,7 @@ def forward_kernel(
             scores = tl.where(keep, scores, float("-inf"))
             acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
 
-        for start in range(run * block_kv, tl.where(kind == WHOLLY, stop, run) * block_kv, block_kv):
+        for start in range(run * block_kv, wholly, block_kv):
             k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
@@ -214,12 +216,13 @@ def dq_kernel(
     lse = tl.load(lse_ptr + lse_offset, mask=rows < q_seq, other=float("-inf"))
     dlse = tl.load(dlse_ptr + lse_offset, mask=rows < q_seq, other=0.0)
     dead = lse == float("-inf")  # these rows saw no key: no gradient, whatever dlse holds
-    lse_2 = tl.where(dead, float("inf"), lse * LOG2_E)
     delta = tl.where(dead, 0.0, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) - dlse)
     tl.store(delta_ptr + lse_offset, delta, mask=rows < q_seq)
     dout = dout.to(q.dtype)
 
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted.
     scale_2 = scale * LOG2_E
+    shift = tl.where(dead, float("-inf"), -lse / scale)
     dq = tl.zeros([block_q, HEAD_DIM], tl.float32)
 
     q_summary = load_summary(q_summary_ptr, batch, q_block, q_blocks)
@@ -233,31 +236,37 @@ def dq_kernel(
         kinds = tl.where(blocks < last, kinds, HIDDEN)
         kind = tl.sum(tl.where(blocks == run, kinds, 0))
         stop = tl.min(tl.where(kinds == kind, run + LOOKAHEAD, blocks))
-        for start in range(run * block_kv, tl.where(kind == PARTLY, stop, run) * block_kv, block_kv):
+        partly = tl.where(kind == PARTLY, stop, run) * block_kv
+        wholly = tl.where(kind == WHOLLY, stop, run) * block_kv
+        for start in range(run * block_kv, partly, block_kv):
             columns = start + kv_offsets
             inside = (columns < kv_seq)[:, None]
             k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
             v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-            scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-            weights = tl.exp2(scores * scale_2 - lse_2[:, None])
+            scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
+            scores = tl.dot(q, k.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
             kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
             keep = q_ids[:, None] == kv_ids[None, :]
             weights = tl.where(keep, weights, 0.0)
-            dweights = tl.dot(dout, v.T, input_precision=precision)
-            dscores = weights * (dweights - delta[:, None])
+            dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
+            dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
+            dscores = weights * dweights
             dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
-        for start in range(run * block_kv, tl.where(kind == WHOLLY, stop, run) * block_kv, block_kv):
+        for start in range(run * block_kv, wholly, block_kv):
             k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
             v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
-            scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-            weights = tl.exp2(scores * scale_2 - lse_2[:, None])
-            dweights = tl.dot(dout, v.T, input_precision=precision)
-            dscores = weights * (dweights - delta[:, None])
+            scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
+            scores = tl.dot(q, k.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
+            dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
+            dscores = weights * dweights
             dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
         run = stop
@@ -316,7 +325,9 @@ def dkv_kernel(
     first = tl.load(visit_ptr + (batch * kv_blocks + kv_block) * 2)
     last = tl.load(visit_ptr + (batch * kv_blocks + kv_block) * 2 + 1)
 
-    scale_2 = scale * LOG2_E
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted, which
+    # costs no register. Hoisting the loops' invariants would, so that is off.
+    scale_2, inverse_scale = scale * LOG2_E, 1.0 / scale
     dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
@@ -329,7 +340,9 @@ def dkv_kernel(
             kinds = tl.where(blocks < last, kinds, HIDDEN)
             kind = tl.sum(tl.where(blocks == run, kinds, 0))
             stop = tl.min(tl.where(kinds == kind, run + LOOKAHEAD, blocks))
-            for start in range(run * block_q, tl.where(kind == PARTLY, stop, run) * block_q, block_q):
+            partly = tl.where(kind == PARTLY, stop, run) * block_q
+            wholly = tl.where(kind == WHOLLY, stop, run) * block_q
+            for start in tl.range(run * block_q, partly, block_q, disable_licm=True):
                 rows = start + q_offsets
                 inside = (rows < q_seq)[:, None]
                 q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -339,18 +352,20 @@ def dkv_kernel(
                 dout = dout.to(q.dtype)
                 lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
                 delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < q_seq, other=0.0)
-                lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-                scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-                weights = tl.exp2(scores * scale_2 - lse_2[None, :])
+                shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+                scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+                scores = tl.dot(k, q.T, scores, input_precision=precision)
+                weights = tl.exp2(scores * scale_2)
                 q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
                 keep = q_ids[None, :] == kv_ids[:, None]
                 weights = tl.where(keep, weights, 0.0)
                 dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-                dweights = tl.dot(v, dout.T, input_precision=precision)
-                dscores = weights * (dweights - delta[None, :])
+                dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+                dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+                dscores = weights * dweights
                 dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
-            for start in range(run * block_q, tl.where(kind == WHOLLY, stop, run) * block_q, block_q):
+            for start in tl.range(run * block_q, wholly, block_q, disable_licm=True):
                 rows = start + q_offsets
                 q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
                 dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -359,12 +374,14 @@ def dkv_kernel(
                 dout = dout.to(q.dtype)
                 lse = tl.load(lse_ptr + row_of_head + rows)
                 delta = tl.load(delta_ptr + row_of_head + rows)
-                lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-                scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-                weights = tl.exp2(scores * scale_2 - lse_2[None, :])
+                shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+                scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+                scores = tl.dot(k, q.T, scores, input_precision=precision)
+                weights = tl.exp2(scores * scale_2)
                 dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-                dweights = tl.dot(v, dout.T, input_precision=precision)
-                dscores = weights * (dweights - delta[None, :])
+                dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+                dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+                dscores = weights * dweights
                 dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
             run = stop

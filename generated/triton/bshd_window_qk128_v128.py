@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_window_qk128_v128
-# digest: 6fa42630eb9cb673
+# digest: baa2e597e2bc7942
 """Sliding-window attention, arrays [batch, seq, heads, dim], head dim 128.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -90,20 +90,6 @@ def forward_kernel(
     last = tl.minimum(q_start + block_q + upper, kv_seq)
     whole_first = tl.cdiv(tl.maximum(q_start + block_q - 1 + lower, 0), block_kv) * block_kv
     whole_last = tl.maximum(tl.minimum(q_start + upper + 1, kv_seq), 0) // block_kv * block_kv
-    for start in range(first, tl.minimum(whole_first, last), block_kv):
-        columns = start + kv_offsets
-        inside = (columns < kv_seq)[:, None]
-        k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-        v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-        k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-        v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        keep = (columns < kv_seq)[None, :]
-        keep &= columns[None, :] >= rows[:, None] + lower
-        keep &= columns[None, :] <= rows[:, None] + upper
-        scores = tl.where(keep, scores, float("-inf"))
-        acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
-
     for start in range(whole_first, whole_last, block_kv):
         k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
@@ -112,7 +98,12 @@ def forward_kernel(
         scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
         acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
 
-    for start in range(tl.maximum(whole_first, whole_last), last, block_kv):
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_kv)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_kv)
+    for block in range(0, near + far):
+        start = tl.where(block < near, first + block * block_kv, far_first + (block - near) * block_kv)
         columns = start + kv_offsets
         inside = (columns < kv_seq)[:, None]
         k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
@@ -185,12 +176,13 @@ def dq_kernel(
     lse = tl.load(lse_ptr + lse_offset, mask=rows < q_seq, other=float("-inf"))
     dlse = tl.load(dlse_ptr + lse_offset, mask=rows < q_seq, other=0.0)
     dead = lse == float("-inf")  # these rows saw no key: no gradient, whatever dlse holds
-    lse_2 = tl.where(dead, float("inf"), lse * LOG2_E)
     delta = tl.where(dead, 0.0, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) - dlse)
     tl.store(delta_ptr + lse_offset, delta, mask=rows < q_seq)
     dout = dout.to(q.dtype)
 
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted.
     scale_2 = scale * LOG2_E
+    shift = tl.where(dead, float("-inf"), -lse / scale)
     dq = tl.zeros([block_q, HEAD_DIM], tl.float32)
 
     # Some row sees some key of [first, last); every row sees every key of [whole_first, whole_last).
@@ -198,49 +190,41 @@ def dq_kernel(
     last = tl.minimum(q_start + block_q + upper, kv_seq)
     whole_first = tl.cdiv(tl.maximum(q_start + block_q - 1 + lower, 0), block_kv) * block_kv
     whole_last = tl.maximum(tl.minimum(q_start + upper + 1, kv_seq), 0) // block_kv * block_kv
-    for start in range(first, tl.minimum(whole_first, last), block_kv):
-        columns = start + kv_offsets
-        inside = (columns < kv_seq)[:, None]
-        k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-        v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-        k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-        v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
-        keep = (columns < kv_seq)[None, :]
-        keep &= columns[None, :] >= rows[:, None] + lower
-        keep &= columns[None, :] <= rows[:, None] + upper
-        weights = tl.where(keep, weights, 0.0)
-        dweights = tl.dot(dout, v.T, input_precision=precision)
-        dscores = weights * (dweights - delta[:, None])
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
-
     for start in range(whole_first, whole_last, block_kv):
         k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
-        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
-        dweights = tl.dot(dout, v.T, input_precision=precision)
-        dscores = weights * (dweights - delta[:, None])
+        scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
+        scores = tl.dot(q, k.T, scores, input_precision=precision)
+        weights = tl.exp2(scores * scale_2)
+        dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
+        dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
+        dscores = weights * dweights
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
-    for start in range(tl.maximum(whole_first, whole_last), last, block_kv):
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_kv)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_kv)
+    for block in range(0, near + far):
+        start = tl.where(block < near, first + block * block_kv, far_first + (block - near) * block_kv)
         columns = start + kv_offsets
         inside = (columns < kv_seq)[:, None]
         k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
+        scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
+        scores = tl.dot(q, k.T, scores, input_precision=precision)
+        weights = tl.exp2(scores * scale_2)
         keep = (columns < kv_seq)[None, :]
         keep &= columns[None, :] >= rows[:, None] + lower
         keep &= columns[None, :] <= rows[:, None] + upper
         weights = tl.where(keep, weights, 0.0)
-        dweights = tl.dot(dout, v.T, input_precision=precision)
-        dscores = weights * (dweights - delta[:, None])
+        dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
+        dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
+        dscores = weights * dweights
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
     tl.store(dq_rows + q_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
@@ -289,39 +273,24 @@ def dkv_kernel(
     dv_rows = row_of(dv_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, HEAD_DIM)
     k = tl.load(k_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
     v = tl.load(v_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
-    # Some key here is seen by some row of [first, last), and every key by every row of [whole_first, whole_last).
+    # Some row of [first, last) sees some of these keys, and every row of [whole_first, whole_last) sees all of them.
     first = tl.maximum(kv_start - upper, 0) // block_q * block_q
     last = tl.minimum(kv_start + block_kv - lower, q_seq)
     whole_first = tl.cdiv(tl.maximum(kv_start + block_kv - 1 - upper, 0), block_q) * block_q
     whole_last = tl.maximum(tl.minimum(kv_start - lower + 1, q_seq), 0) // block_q * block_q
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_q)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_q)
 
-    scale_2 = scale * LOG2_E
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted, which
+    # costs no register. Hoisting the loops' invariants would, so that is off.
+    scale_2, inverse_scale = scale * LOG2_E, 1.0 / scale
     dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
         row_of_head = (batch * q_heads + head) * q_seq
-        for start in range(first, tl.minimum(whole_first, last), block_q):
-            rows = start + q_offsets
-            inside = (rows < q_seq)[:, None]
-            q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
-            dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
-            q = tl.load(q_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
-            dout = tl.load(dout_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
-            dout = dout.to(q.dtype)
-            lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
-            delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < q_seq, other=0.0)
-            lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-            scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-            weights = tl.exp2(scores * scale_2 - lse_2[None, :])
-            keep = columns[:, None] >= rows[None, :] + lower
-            keep &= columns[:, None] <= rows[None, :] + upper
-            weights = tl.where(keep, weights, 0.0)
-            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-            dweights = tl.dot(v, dout.T, input_precision=precision)
-            dscores = weights * (dweights - delta[None, :])
-            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
-
-        for start in range(whole_first, whole_last, block_q):
+        for start in tl.range(whole_first, whole_last, block_q, disable_licm=True):
             rows = start + q_offsets
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -330,15 +299,18 @@ def dkv_kernel(
             dout = dout.to(q.dtype)
             lse = tl.load(lse_ptr + row_of_head + rows)
             delta = tl.load(delta_ptr + row_of_head + rows)
-            lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-            scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-            weights = tl.exp2(scores * scale_2 - lse_2[None, :])
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-            dweights = tl.dot(v, dout.T, input_precision=precision)
-            dscores = weights * (dweights - delta[None, :])
+            dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+            dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+            dscores = weights * dweights
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
-        for start in range(tl.maximum(whole_first, whole_last), last, block_q):
+        for block in tl.range(0, near + far, disable_licm=True):
+            start = tl.where(block < near, first + block * block_q, far_first + (block - near) * block_q)
             rows = start + q_offsets
             inside = (rows < q_seq)[:, None]
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -348,15 +320,17 @@ def dkv_kernel(
             dout = dout.to(q.dtype)
             lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
             delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < q_seq, other=0.0)
-            lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-            scores = tl.dot(k, q.T, input_precision=precision)  # [block_kv, block_q]
-            weights = tl.exp2(scores * scale_2 - lse_2[None, :])
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
             keep = columns[:, None] >= rows[None, :] + lower
             keep &= columns[:, None] <= rows[None, :] + upper
             weights = tl.where(keep, weights, 0.0)
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-            dweights = tl.dot(v, dout.T, input_precision=precision)
-            dscores = weights * (dweights - delta[None, :])
+            dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+            dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+            dscores = weights * dweights
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
     tl.store(dk_rows + kv_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_columns)
