@@ -1,4 +1,4 @@
-"""Small parts of the TPU kernels that say nothing about attention: block sizes, padding, layouts of a vector, precision."""
+"""Small parts of the TPU kernels that say nothing about attention: block sizes, padding, products, precision."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ from ._operands import SegmentOperands
 LANES = 128
 """A TPU's vector registers hold 8 rows (sublanes) of 128 lanes; block sizes are multiples of 128."""
 
-VMEM_LIMIT_BYTES = 60 * 2**20
+VMEM_LIMIT_BYTES = 48 * 2**20
 """What a kernel may use of a core's vector memory: 64 MiB on a v5p and a TPU7x, 128 MiB on a v5e and a v6e."""
 
 
 def fit_block(block: int, seq: int) -> int:
-    """The block size to use along `seq` rows: at most `block`, a multiple of 128, with little left over in the last one.
+    """The block size for `seq` rows: at most `block`, a multiple of 128, with little left over in the last block.
 
     Raises `ValueError` unless `block` is a positive multiple of 128.
     """
@@ -28,7 +28,7 @@ def fit_block(block: int, seq: int) -> int:
 
 
 def interpret_params() -> pltpu.InterpretParams | bool:
-    """The `interpret` argument of `pallas_call`: inside `eqx_attn.interpret()`, unwritten memory is NaN and races are found."""
+    """The `interpret` argument of `pallas_call`. Inside `eqx_attn.interpret()` unwritten memory is NaN and races are found."""
     return pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True) if interpreting() else False
 
 
@@ -68,7 +68,7 @@ def dot(a: Array, b: Array, axes: tuple[int, int], precision: lax.Precision) -> 
 
 
 def pad_segments(segments: SegmentOperands, q_rows: int, kv_rows: int) -> tuple[Array, ...]:
-    """The ids and, where there are any, the positions of queries and keys as `[batch, 1, rows]`, padded with padding ids."""
+    """The ids and, if any, positions of queries and keys, `[batch, 1, rows]` each; padding ids stand past the end."""
     ids = pad_rows(segments.q_ids, q_rows, -1), pad_rows(segments.kv_ids, kv_rows, -2)
     if segments.q_positions is None:
         return ids

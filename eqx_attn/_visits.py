@@ -2,8 +2,8 @@
 
 One row of a table belongs to one block of rows (queries in the forward, keys where keys are summed over) and lists the
 blocks of columns that it visits, in order. A block is *partial* where some of its scores are hidden, so that it needs a
-mask; blocks with nothing to see are not listed. Tables are computed from two bounds (a band, in numpy, at trace time) or
-from segments (from each block's least and greatest id and position, in jnp).
+mask; blocks with nothing to see are not listed. Tables are computed from two bounds (a band: in numpy, at trace time)
+or from segments (from each block's least and greatest id and position, in jnp).
 """
 
 import dataclasses
@@ -26,8 +26,9 @@ class Visits:
     """A table of visits.
 
     `table` is one row after the other, and one example after the other where `examples` > 1. A row is its number of
-    visits, then `width` entries `2 * block + partial`; entries past the last visit repeat it, so that a step that visits
-    nothing also loads nothing. `join` x `join` blocks share one entry: 1, unless the table would exceed `MAX_WORDS`.
+    visits, then `width` entries `2 * block + partial`; entries past the last visit repeat it, so that a step that
+    visits nothing also loads nothing. `join` x `join` blocks share one entry: 1 by 1, unless the table would exceed
+    `MAX_WORDS`.
 
     `steps` is the largest number of visits of a row (at least 1), in blocks: the extent of the kernel's innermost grid
     axis. It is an array where the table depends on data.
@@ -144,9 +145,9 @@ def segment_kv_visits(
 ) -> Visits:
     """The blocks of keys that each block of queries visits: from their least and greatest ids and positions.
 
-    Computed from one summary per block, so linear in the lengths but for the table itself, which has at most `MAX_WORDS`.
-    A block that is listed may turn out to have nothing to see (ids 1 and 3 on one side, 2 on the other); one that is not
-    listed has nothing. A block is whole where both sides have one id without padding and the bounds hold throughout.
+    Computed from one summary per block, so linear in the lengths; the table itself has at most `MAX_WORDS`. A block
+    that is listed may turn out to have nothing to see (ids 1 and 3 on one side, 2 on the other); one that is not listed
+    has nothing. A block is whole where both sides have one id without padding and the bounds hold throughout.
     """
     return _segment_visits(_queries(segments), _keys(segments), block_q, block_kv, lower, upper)
 
@@ -211,8 +212,8 @@ class _Range:
 class _Summary:
     """What is known of each block: its real ids, whether padding is among them, and positions.
 
-    `at_low` and `at_high` are the positions of the least and of the greatest id only. Where documents are packed in order,
-    two neighbouring blocks share one id, the greatest of the one and the least of the other, and only those tokens count.
+    `at_low` and `at_high` are the positions of the least and of the greatest id only. Where documents are packed in
+    order, neighbouring blocks share one id, the greatest of the one and the least of the other, and only those count.
     """
 
     ids: _Range
@@ -279,11 +280,13 @@ def _bounds_hold(row: _Summary, column: _Summary, lower: int | None, upper: int 
 
 
 def _positions_of(side: _Summary, overlap: _Range) -> _Range:
-    """The positions that may count: those of one id, where just one is shared and it is this side's least or greatest."""
+    """The positions that may count: of one id, where just one is shared and it is this side's least or greatest."""
     single = overlap.low == overlap.high
     return jax.tree.map(
         lambda at_low, at_high, all_ids: jnp.where(
-            single & (overlap.low == side.ids.low), at_low, jnp.where(single & (overlap.low == side.ids.high), at_high, all_ids)
+            single & (overlap.low == side.ids.low),
+            at_low,
+            jnp.where(single & (overlap.low == side.ids.high), at_high, all_ids),
         ),
         side.at_low,
         side.at_high,

@@ -13,11 +13,11 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 from codegen.render import render
 from codegen.spec import KernelSpec
+from eqx_attn import _visits
 from eqx_attn._context import interpret
 from eqx_attn._operands import Operands, SegmentOperands, Tile, Tiles
 
 TILES = Tiles(Tile(128, 128), Tile(128, 128), Tile(128, 128))
-ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 
 
 @functools.cache
@@ -102,20 +102,23 @@ def oracle(case: Case) -> dict[str, np.ndarray]:
 
 
 def run(name: str, case: Case, tiles: Tiles = TILES, dtype="float32") -> dict[str, np.ndarray]:
-    """Forward and backward of a kernel, under the interpreter, arrays in bhsd."""
+    """Forward and backward of a kernel under the interpreter, arrays in bhsd. Fails where the interpreter saw a race."""
     module = kernel(name)
 
     def swap(x):
         return x.swapaxes(1, 2) if name.startswith("bshd") else x
 
+    # Most of a test's time is XLA compiling the interpreter's loops.
+    @functools.partial(jax.jit, compiler_options=dict(xla_backend_optimization_level=0))
     def step(q, k, v, dout, dlse, operands):
         out, lse = module.forward(q, k, v, operands, tiles)
         return out, lse, *module.backward(q, k, v, out, lse, dout, dlse, operands, tiles)
 
     arrays = [swap(jnp.asarray(x, dtype)) for x in (case.q, case.k, case.v, case.dout)]
     with interpret(), jax.default_matmul_precision("highest"):
-        out, lse, dq, dk, dv = jax.jit(step)(*arrays, jnp.asarray(case.dlse, jnp.float32), case.operands)
-        assert lse.dtype == jnp.float32 and all(x.dtype == dtype for x in (out, dq, dk, dv))
+        out, lse, dq, dk, dv = step(*arrays, jnp.asarray(case.dlse, jnp.float32), case.operands)
+        assert lse.dtype == jnp.float32 and out.dtype == (case.operands.out_dtype or dtype)
+        assert all(x.dtype == dtype for x in (dq, dk, dv))
         results = dict(out=swap(out), lse=lse, dq=swap(dq), dk=swap(dk), dv=swap(dv))
         results = {name: np.asarray(x.astype(jnp.float32)) for name, x in results.items()}
     assert not interpret_pallas_call.races.races_found
@@ -123,20 +126,181 @@ def run(name: str, case: Case, tiles: Tiles = TILES, dtype="float32") -> dict[st
 
 
 def check(name: str, case: Case, tiles: Tiles = TILES, dtype="float32") -> dict[str, np.ndarray]:
+    """Compares everything that a kernel returns with the oracle."""
     results, expected = run(name, case, tiles, dtype), oracle(case)
-    # A sum of n products of rounded numbers is off by about sqrt(n) roundings of their size; n is what one result adds up.
-    length = max(case.q.shape[1] // case.k.shape[1] * case.q.shape[2], case.k.shape[2])
     for key, value in expected.items():
-        found = results[key]
-        dead = ~np.isfinite(value)
+        found, dead = results[key], ~np.isfinite(value)
         np.testing.assert_array_equal(found[dead], value[dead], err_msg=key)
-        rounding = ROUNDING["float32"] if key == "lse" and dtype == "float32" else ROUNDING[dtype]
-        size = max(1.0, np.abs(value[~dead]).max(initial=0))
-        limit = 2 * math.sqrt(length) * rounding * size
         error = np.abs(found[~dead] - value[~dead]).max(initial=0)
+        limit = tolerance(case, key, dtype) * max(1.0, np.abs(value[~dead]).max(initial=0))
         assert error <= limit, f"{key} of {name}: off by {error:.2e}, allowed {limit:.2e}"
     return results
 
 
-def test_causal():
-    check("bhsd_causal_qk128_v128", make(0, 256, 256, 128, 128, upper=0))
+def tolerance(case: Case, key: str, dtype: str) -> float:
+    """Relative to the largest element: sums of up to `length` float32 terms, and two roundings to a smaller dtype.
+
+    One rounding is that of the weights (or of their gradient) before a product, the other that of the result.
+    """
+    length = max(case.q.shape[1] // case.k.shape[1] * case.q.shape[2], case.k.shape[2])
+    halves = 2 if dtype == "bfloat16" and key != "lse" else 0
+    return halves * 2.0**-8 + max(8.0, math.sqrt(length)) * 2.0**-23
+
+
+def ids(generator, batch, seq, count):
+    """Sorted ids 0 to `count`, 0 being padding."""
+    return np.sort(generator.integers(0, count + 1, size=(batch, seq)), axis=1)
+
+
+def segments_of(q_ids, kv_ids, positions: bool) -> SegmentOperands:
+    """The operands for ids in which padding is 0: a position is a token's rank among those of its id."""
+
+    def ranks(x):
+        return (np.tril(x[:, :, None] == x[:, None, :], -1)).sum(-1)
+
+    def int32(x):
+        return jnp.asarray(x, jnp.int32)
+
+    return SegmentOperands(
+        int32(np.where(q_ids > 0, q_ids, -1)),
+        int32(np.where(kv_ids > 0, kv_ids, -2)),
+        int32(ranks(q_ids)) if positions else None,
+        int32(ranks(kv_ids)) if positions else None,
+    )
+
+
+BOUNDS = dict(full={}, causal=dict(upper=0), window=dict(lower=-70, upper=10))
+
+
+@pytest.mark.parametrize("segments", [False, True], ids=["plain", "segments"])
+@pytest.mark.parametrize("mask", BOUNDS)
+@pytest.mark.parametrize("layout, dims", [("bhsd", (64, 64)), ("bshd", (128, 128))])
+def test_masks_and_layouts(layout, dims, mask, segments):
+    operands, batch = dict(BOUNDS[mask]), 2 if segments else 1
+    if segments:
+        q_ids = ids(np.random.default_rng(1), batch, 250, 4)
+        operands["segments"] = segments_of(q_ids, q_ids, mask != "full")
+    name = f"{layout}_{mask}_qk{dims[0]}_v{dims[1]}" + ("_segments" if segments else "")
+    check(name, make(2, 250, 250, *dims, batch=batch, **operands))
+
+
+@pytest.mark.parametrize("name", ["bshd_causal_qk192_v128", "bshd_full_qk64_v64"])
+def test_transposed_arrays(name):
+    spec = KernelSpec.from_name(f"pallas_tpu/{name}")
+    check(name, make(2, 130, 130, spec.qk_dim, spec.v_dim, heads=(4, 2), batch=2, **BOUNDS[spec.mask]))
+
+
+@pytest.mark.parametrize("q_seq, kv_seq", [(1, 1), (63, 65), (1, 250)])
+def test_ragged_lengths(q_seq, kv_seq):
+    check("bhsd_full_qk64_v64", make(3, q_seq, kv_seq, 64, 64))
+
+
+@pytest.mark.parametrize("q_seq, kv_seq", [(128, 250), (250, 128)])
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+def test_cross_lengths(q_seq, kv_seq, alignment):
+    upper = 0 if alignment == "top_left" else kv_seq - q_seq
+    case = make(4, q_seq, kv_seq, 128, 128, upper=upper)
+    results = check("bhsd_causal_qk128_v128", case)
+    dead = ~case.visible.any(-1)[:, None]
+    assert dead.sum() == max(0, -upper)
+    assert np.all(results["out"][0, 0][dead[0, 0]] == 0)
+
+
+@pytest.mark.parametrize("dims", [(8, 24), (256, 256)])
+def test_head_dims(dims):
+    check(f"bhsd_causal_qk{dims[0]}_v{dims[1]}", make(5, 130, 130, *dims, upper=0))
+
+
+@pytest.mark.parametrize("name", ["bhsd_causal_qk128_v128", "bshd_full_qk64_v64_segments"])
+def test_bfloat16(name):
+    operands = dict(upper=0)
+    if "segments" in name:
+        q_ids = ids(np.random.default_rng(6), 1, 250, 3)
+        operands = dict(segments=segments_of(q_ids, q_ids, False))
+    dim = KernelSpec.from_name(f"pallas_tpu/{name}").qk_dim
+    check(name, make(6, 250, 250, dim, dim, dtype="bfloat16", **operands), dtype="bfloat16")
+
+
+def test_float32_results_of_bfloat16_arrays():
+    case = make(7, 128, 128, 64, 64, dtype="bfloat16", out_dtype="float32")
+    check("bhsd_full_qk64_v64", case, dtype="bfloat16")
+
+
+def test_unequal_tiles():
+    tiles = Tiles(Tile(256, 128), Tile(128, 384), Tile(384, 128))
+    check("bhsd_window_qk64_v64", make(8, 300, 400, 64, 64, heads=(1, 1), lower=-100, upper=2**30), tiles)
+
+
+def test_cross_attention_with_other_segments():
+    q_ids = np.repeat([[1, 2, 2, 2, 2, 3, 3, 3]], 16, axis=1)
+    kv_ids = np.repeat([[1, 1, 1, 2, 2, 2, 3, 3]], 16, axis=1)
+    segments = segments_of(np.sort(q_ids), np.sort(kv_ids), True)
+    check("bhsd_causal_qk64_v64_segments", make(9, 128, 128, 64, 64, upper=0, segments=segments))
+
+
+def test_permuted_tokens():
+    """Striped order: every block visits blocks that are not neighbours, and ids are not sorted."""
+    generator = np.random.default_rng(10)
+    tokens = np.sort(generator.integers(1, 5, size=(1, 512)))
+    segments = segments_of(tokens, tokens, True)
+    stripes = np.arange(512).reshape(128, 4).T.reshape(-1)
+    case = make(10, 512, 512, 64, 64, heads=(1, 1), upper=0, segments=segments)
+    striped = dataclasses.replace(
+        case,
+        **{name: getattr(case, name)[:, :, stripes] for name in ("q", "k", "v", "dout", "dlse")},
+        operands=dataclasses.replace(case.operands, segments=jax.tree.map(lambda x: x[:, stripes], segments)),
+    )
+    check("bhsd_causal_qk64_v64_segments", striped)
+
+
+def test_queries_without_keys():
+    """Neither a gradient that is not finite nor unused keys leave a trace."""
+    q_ids, kv_ids = np.zeros((1, 250), int), np.zeros((1, 250), int)
+    q_ids[:, :50], kv_ids[:, 30:70] = 7, 7  # the rest is padding
+    q_ids[:, 60:70] = 9  # an id that no key has
+    case = make(11, 250, 250, 64, 64, segments=segments_of(q_ids, kv_ids, False))
+    case.dout[:, :, 50:], case.dlse[:, :, 50:] = np.nan, np.inf
+    case.k[:, :, 70:], case.v[:, :, 70:] = 1000.0, 1000.0
+    results = check("bhsd_full_qk64_v64_segments", case)
+    for name in ("out", "dq"):
+        assert np.all(results[name][:, :, 50:] == 0), name
+    for name in ("dk", "dv"):
+        assert np.all(results[name][:, :, 70:] == 0), name
+    assert np.all(results["lse"][:, :, 50:] == -np.inf)
+
+
+def test_hidden_blocks_are_not_read():
+    """NaN in every block of keys that no query sees, and in queries that see none of the keys."""
+    case = make(12, 256, 512, 64, 64, upper=-128)
+    clean = oracle(case)
+    case.k[:, :, 128:], case.v[:, :, 128:] = np.nan, np.nan
+    case.q[:, :, :128], case.dout[:, :, :128] = np.nan, np.nan
+    results = run("bhsd_causal_qk64_v64", case)
+    for name, expected in clean.items():
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(results[name][~finite], expected[~finite])
+        np.testing.assert_allclose(results[name][finite], expected[finite], atol=1e-4, err_msg=name)
+
+
+def test_joined_blocks(monkeypatch):
+    """Tables that would not fit scalar memory: two by two blocks share an entry, also where one is left over."""
+    monkeypatch.setattr(_visits, "MAX_WORDS", 8)
+    q_ids = ids(np.random.default_rng(13), 1, 300, 4)
+    segments = segments_of(q_ids, q_ids, True)
+    check("bhsd_causal_qk64_v64", make(13, 300, 300, 64, 64, upper=-20))
+    check(
+        "bhsd_causal_qk64_v64_segments", make(13, 600, 600, 64, 64, upper=0, segments=segments_of(q_ids, q_ids, True))
+    )
+
+
+def test_x64():
+    q_ids = ids(np.random.default_rng(14), 1, 130, 2)
+    segments = segments_of(q_ids, q_ids, True)
+    with jax.enable_x64(True):
+        check("bshd_window_qk64_v64_segments", make(14, 130, 130, 64, 64, lower=-9, upper=9, segments=segments))
+
+
+def test_tiles_are_multiples_of_128():
+    case, tiles = make(15, 128, 128, 64, 64), Tiles(Tile(64, 128), Tile(128, 128), Tile(128, 128))
+    with pytest.raises(ValueError, match="a tile of 64 rows: TPU kernels take positive multiples of 128"):
+        run("bhsd_full_qk64_v64", case, tiles)

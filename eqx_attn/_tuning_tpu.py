@@ -1,0 +1,17 @@
+"""Tile sizes of the TPU kernels."""
+
+from ._codegen import KernelSpec, MaskKind
+from ._operands import Tile, Tiles
+
+
+def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> Tiles:
+    """The tiles that `spec` runs with unless a tuned table says otherwise.
+
+    From static schedules (benchmarks/NOTES.md): larger tiles keep the matrix unit busier, up to 2048 rows, but a mask
+    wastes more of a larger tile, and compilation takes longer: much longer for float32, whose products are made of six.
+    No generation and no head dim asks for a choice of its own; kernels shrink a tile to the sequence.
+    """
+    if dtype == "float32":
+        return Tiles(Tile(512, 512), Tile(512, 512), Tile(512, 512))
+    whole = spec.mask is MaskKind.FULL and not spec.segments
+    return Tiles(Tile(2048, 512) if whole else Tile(1024, 1024), Tile(1024, 1024), Tile(1024, 1024))
