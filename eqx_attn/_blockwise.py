@@ -57,7 +57,7 @@ def forward(q: Array, k: Array, v: Array, operands: Operands, tile: Tile) -> tup
         lse = jnp.where(seen, row_max + jnp.log(jnp.where(seen, row_sum, 1)), -jnp.inf)
         return carry, (out.astype(operands.out_dtype or q.dtype), lse)
 
-    _, (out, lse) = lax.scan(attend, None, (jnp.arange(blocks.q_blocks), q_rows))
+    _, (out, lse) = lax.scan(attend, None, (jnp.arange(blocks.q_blocks, dtype=jnp.int32), q_rows))
     return _join_q(out, blocks), _join_q(lse[..., None], blocks)[..., 0]
 
 
@@ -86,7 +86,7 @@ def backward(
 
     start = (jnp.zeros(k_rows.shape, blocks.wide), jnp.zeros(v_rows.shape, blocks.wide))
     (dk, dv), dq = lax.scan(
-        attend, start, (jnp.arange(blocks.q_blocks), q_rows, dout_rows, lse_rows, delta_rows)
+        attend, start, (jnp.arange(blocks.q_blocks, dtype=jnp.int32), q_rows, dout_rows, lse_rows, delta_rows)
     )
     dk, dv = dk[:, :, : blocks.kv_seq].astype(k.dtype), dv[:, :, : blocks.kv_seq].astype(v.dtype)
     return _join_q(dq, blocks), dk, dv
@@ -187,8 +187,8 @@ def _pad_operands(operands: Operands, blocks: _Blocks) -> Operands:
 def _kv_range(operands, blocks, i):
     """First key block that query block i can see by row numbers, and the one after the last."""
     if operands.segments is not None and operands.segments.q_positions is not None:
-        return 0, blocks.kv_blocks
-    first, last = 0, blocks.kv_blocks
+        return jnp.int32(0), jnp.int32(blocks.kv_blocks)
+    first, last = jnp.int32(0), jnp.int32(blocks.kv_blocks)
     if operands.lower is not None:
         first = jnp.clip((i * blocks.block_q + operands.lower) // blocks.block_kv, 0, blocks.kv_blocks)
     if operands.upper is not None:
