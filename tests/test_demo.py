@@ -175,7 +175,7 @@ def test_command_from_end_to_end(tmp_path, capsys):
     [
         (["--num-heads", "2", "--num-kv-heads", "3"], "num_kv_heads must divide"),
         (["--width", "6", "--num-heads", "2"], "embedding_size is 3"),
-        (["--implementation", "cudnn", "--width", "16"], "cudnn"),
+        (["--implementation", "triton", "--width", "16"], "triton"),
     ],
 )
 def test_mistakes_are_explained_without_a_traceback(arguments, message, tmp_path, capsys):
@@ -196,7 +196,10 @@ def test_missing_package_names_the_extra(monkeypatch, capsys):
     assert "needs optax (the optimiser)" in (shown := capsys.readouterr().err) and "eqx_attn[dev]" in shown
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--seconds", "-1"], ["--dtype", "int8"], ["--what"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--steps", "0"], ["--seconds", "-1"], ["--dtype", "int8"], ["--implementation", "cudnn"], ["--what"]],
+)
 def test_command_refuses(arguments, capsys):
     with pytest.raises(SystemExit) as refused:
         command.main(arguments)

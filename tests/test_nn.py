@@ -38,7 +38,8 @@ def _assert_close(actual, expected, length=WIDTH, eps=FLOAT32):
 def _assert_same_gradients(ours, theirs, call, length=WIDTH):
     """Gradients of every parameter of both modules, under one random cotangent."""
     cotangent = jax.random.normal(jax.random.key(9), eqx.filter_eval_shape(call, theirs).shape)
-    grads = [eqx.filter_grad(lambda module: jnp.sum(call(module) * cotangent))(module) for module in (ours, theirs)]
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda module: jnp.sum(call(module) * cotangent)))
+    grads = [gradient(module) for module in (ours, theirs)]
     leaves = [jax.tree.leaves(grad) for grad in grads]
     assert len(leaves[0]) == len(leaves[1]) > 0
     for actual, expected in zip(*leaves, strict=True):
@@ -190,6 +191,30 @@ def test_rotary_follows_bottom_right_alignment(segmented):
     if segmented:
         mask = mask & eqx_attn.Segments(jnp.ones(4, int), jnp.ones(12, int))
     _assert_close(ours(x[8:], x, x, mask=mask), ours(x, x, x, mask="causal")[8:])
+
+
+@pytest.mark.parametrize("chunks", [(3, 2, 1), (1,) * 6])
+def test_case_28_chunks_equal_one_shot(chunks):
+    ours, x = _mha(rotary=RotaryEmbedding(WIDTH // HEADS)), _x(seq=6)
+    parts = np.split(np.arange(6), np.cumsum(chunks)[:-1])
+    out = [ours(x[part], x[: part[-1] + 1], x[: part[-1] + 1], mask=eqx_attn.Causal("bottom_right")) for part in parts]
+    _assert_close(jnp.concatenate(out), ours(x, x, x, mask="causal"))
+
+
+def test_case_21_x64():
+    with jax.enable_x64(True):
+        theirs, ours, x = _equinox(), _mha(), _x(dtype=jnp.float64)
+        assert ours.query_proj.weight.dtype == ours(x, x, x).dtype == jnp.float64
+        eqx.clear_caches()
+        rope = jax.vmap(eqx.nn.RotaryPositionalEmbedding(8), in_axes=1, out_axes=1)
+        expected = theirs(
+            x, x, x, jnp.tril(jnp.ones((12, 12), bool)), process_heads=lambda q, k, v: (rope(q), rope(k), v)
+        )
+        actual = eqx.tree_at(lambda m: m.rotary, ours, RotaryEmbedding(8), is_leaf=lambda x: x is None)(
+            x, x, x, "causal"
+        )
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-14)
+    eqx.clear_caches()
 
 
 def test_rotary_equals_equinox_rotary_in_process_heads():

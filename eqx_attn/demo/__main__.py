@@ -4,6 +4,9 @@ import argparse
 import importlib.util
 import sys
 from pathlib import Path
+from typing import get_args
+
+from .._attention import Implementation
 
 _DESCRIPTION = """\
 Trains a small byte-level GPT on English text that ships with Python (the help texts of `pydoc_data.topics`), with the
@@ -60,9 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-heads", _positive_int, 2, "query heads")
     add("--num-kv-heads", _positive_int, 1, "key and value heads")
     add("--dtype", str, "float32", "dtype to compute in; bfloat16 for GPU and TPU", choices=["float32", "bfloat16"])
-    add(
-        "--implementation", str, None, "attention implementation, for instance xla; None takes the fastest", metavar="X"
-    )
+    add("--implementation", str, None, "of attention; None takes the fastest", choices=get_args(Implementation))
     add("--seed", int, 0, "seed of the parameters, the batches and the sample")
     parser.add_argument("--verbose", action="store_true", help="show the whole traceback of an error")
     return parser

@@ -8,17 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .. import Causal, Segments
+from .._attention import Implementation
 from .._masks import Mask
 from ..nn import MultiheadAttention, RotaryEmbedding
 from ._data import is_target
 
 
 def rotary_attention(
-    width: int, num_heads: int, num_kv_heads: int, key: PRNGKeyArray, implementation: str | None = None
+    width: int, num_heads: int, num_kv_heads: int, key: PRNGKeyArray, implementation: Implementation | None = None
 ) -> MultiheadAttention:
     """The attention layer of one block."""
-    more = dict(num_kv_heads=num_kv_heads, rotary=RotaryEmbedding(width // num_heads), implementation=implementation)
-    return MultiheadAttention(num_heads, width, key=key, **more)
+    rotary = RotaryEmbedding(width // num_heads)
+    return MultiheadAttention(
+        num_heads, width, num_kv_heads=num_kv_heads, rotary=rotary, implementation=implementation, key=key
+    )
 
 
 def document_mask(segment_ids: Int[Array, " seq"]) -> Mask:
@@ -30,12 +33,12 @@ class Block(eqx.Module):
     """Attention and a multilayer perceptron, each behind a norm and beside a skip connection."""
 
     attention_norm: eqx.nn.RMSNorm
-    attention: eqx.Module
+    attention: Callable
     mlp_norm: eqx.nn.RMSNorm
     up: eqx.nn.Linear
     down: eqx.nn.Linear
 
-    def __init__(self, width: int, attention: eqx.Module, key: PRNGKeyArray):
+    def __init__(self, width: int, attention: Callable, key: PRNGKeyArray):
         up_key, down_key = jax.random.split(key)
         self.attention_norm = eqx.nn.RMSNorm(width)
         self.attention = attention
@@ -71,7 +74,7 @@ class GPT(eqx.Module):
         depth: int,
         num_heads: int,
         num_kv_heads: int | None = None,
-        attention: Callable[[int, int, int, PRNGKeyArray], eqx.Module] = rotary_attention,
+        attention: Callable[[int, int, int, PRNGKeyArray], Callable] = rotary_attention,
         make_mask: Callable = document_mask,
         *,
         key: PRNGKeyArray,

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import explain
+from .._attention import Implementation
 from ._data import load, Packed, unigram_loss, VOCABULARY
 from ._model import document_mask, GPT, rotary_attention
 from ._plot import plot_losses
@@ -34,7 +36,7 @@ class Options:
     num_heads: int
     num_kv_heads: int
     dtype: str
-    implementation: str | None
+    implementation: Implementation | None
     seed: int
     verbose: bool = False
 
@@ -99,7 +101,7 @@ def _describe(console: Console, options: Options, model: GPT, train: Packed, val
     dim = options.width // options.num_heads
     query = jax.ShapeDtypeStruct((*shape, options.num_heads, dim), options.dtype)
     key = jax.ShapeDtypeStruct((*shape, options.num_kv_heads, dim), options.dtype)
-    mask = document_mask(train.segment_ids[: options.batch, :-1])
+    mask = document_mask(jnp.asarray(train.segment_ids[: options.batch, :-1]))
     console.print("the attention of one training step:")
     console.print(str(explain(query, key, key, mask=mask, implementation=options.implementation)), markup=False)
     console.print()

@@ -11,7 +11,7 @@ from ._model import GPT
 
 @eqx.filter_jit
 def _continue(
-    model: GPT, tokens: Int[Array, " length"], known: int, temperature: float, key: PRNGKeyArray
+    model: GPT, tokens: Int[Array, " length"], known: Int[Array, ""], temperature: float, key: PRNGKeyArray
 ) -> Int[Array, " length"]:
     """Fills `tokens` from index `known` on, one byte at a time; the causal mask hides what is not written yet."""
     segment_ids = jnp.ones_like(tokens)

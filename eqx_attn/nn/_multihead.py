@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from beartype import beartype
 from jaxtyping import Array, Bool, Float, jaxtyped, PRNGKeyArray
 
-from .._attention import attention
+from .._attention import attention, Implementation
 from .._masks import as_mask, Mask
 from ._dropout_attention import attention_with_dropout
 from ._positions import mask_positions
@@ -63,7 +63,7 @@ class MultiheadAttention(eqx.Module):
 
     num_kv_heads: int = eqx.field(static=True)
     rotary: RotaryEmbedding | None
-    implementation: str | None = eqx.field(static=True)
+    implementation: Implementation | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class MultiheadAttention(eqx.Module):
         *,
         num_kv_heads: int | None = None,
         rotary: RotaryEmbedding | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         key: PRNGKeyArray,
     ):
         """**Arguments:**
@@ -147,7 +147,7 @@ class MultiheadAttention(eqx.Module):
         mha: eqx.nn.MultiheadAttention,
         *,
         rotary: RotaryEmbedding | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> "MultiheadAttention":
         """The same layer with the same parameters, from an `equinox.nn.MultiheadAttention` (a stacked one too)."""
         if not isinstance(mha, eqx.nn.MultiheadAttention):
@@ -226,7 +226,7 @@ class MultiheadAttention(eqx.Module):
         query, key_, value = query.astype(dtype), key_.astype(dtype), value.astype(dtype)
         if _drops(self.dropout, inference):
             return attention_with_dropout(query, key_, value, mask, self.dropout, dropout_key)
-        return attention(query, key_, value, mask=mask, implementation=self.implementation)
+        return cast(Array, attention(query, key_, value, mask=mask, implementation=self.implementation))
 
     def _check_inputs(self, query, key_, value):
         sizes = dict(query=self.query_size, key_=self.key_size, value=self.value_size)
