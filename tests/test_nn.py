@@ -1,6 +1,8 @@
 """MultiheadAttention: equinox's results, gradients and checkpoints; what it adds; what it refuses."""
 
+import doctest
 import functools
+import importlib
 import io
 
 import equinox as eqx
@@ -312,6 +314,12 @@ def test_half_precision_and_mixed_dtypes():
         mixed = _mha()(x, x, x)  # bfloat16 inputs, float32 parameters
         assert mixed.dtype == _equinox()(x, x, x).dtype == jnp.float32
         _assert_close(mixed, _equinox()(x, x, x))
+
+
+@pytest.mark.parametrize("module", ["_multihead", "_rotary"])
+def test_examples_in_docstrings(module):
+    results = doctest.testmod(importlib.import_module(f"eqx_attn.nn.{module}"))
+    assert results.attempted > 0 and results.failed == 0
 
 
 def test_replaced_parameters_are_used():

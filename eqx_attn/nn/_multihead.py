@@ -33,13 +33,12 @@ class MultiheadAttention(eqx.Module):
 
     It takes one example without a batch axis; `jax.vmap` maps it over a batch, which reaches the kernel as one call.
 
-    ```python
-    import eqx_attn, jax, jax.numpy as jnp
-
-    layer = eqx_attn.nn.MultiheadAttention(num_heads=8, query_size=256, num_kv_heads=2, key=jax.random.key(0))
-    x = jnp.ones((4, 100, 256))  # [batch, seq, channels]
-    y = jax.vmap(lambda x: layer(x, x, x, mask=eqx_attn.Causal()))(x)
-    ```
+    >>> import jax, jax.numpy as jnp
+    >>> import eqx_attn
+    >>> layer = eqx_attn.nn.MultiheadAttention(num_heads=8, query_size=256, num_kv_heads=2, key=jax.random.key(0))
+    >>> x = jnp.ones((4, 100, 256))  # [batch, seq, channels]
+    >>> jax.vmap(lambda x: layer(x, x, x, mask=eqx_attn.Causal()))(x).shape
+    (4, 100, 256)
     """
 
     # Equinox's fields in equinox's order; what is new below has no leaves. Serialised checkpoints depend on both.

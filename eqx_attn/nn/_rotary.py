@@ -26,14 +26,13 @@ class RotaryEmbedding(eqx.Module):
 
     From [RoFormer](https://arxiv.org/abs/2104.09864).
 
-    ```python
-    import eqx_attn, jax.numpy as jnp
-
-    rotary = eqx_attn.nn.RotaryEmbedding(64)
-    heads = jnp.ones((10, 4, 64))  # [seq, heads, dim]
-    whole = rotary(heads)
-    later = rotary(heads[6:], offset=6)  # equals whole[6:]
-    ```
+    >>> import jax.numpy as jnp
+    >>> import eqx_attn
+    >>> rotary = eqx_attn.nn.RotaryEmbedding(64)
+    >>> heads = jnp.ones((10, 4, 64))  # [seq, heads, dim]
+    >>> later = rotary(heads[6:], offset=6)
+    >>> bool(jnp.allclose(later, rotary(heads)[6:]))
+    True
 
     **Arguments:**
 
