@@ -28,7 +28,7 @@ def fit_block(block: int, seq: int) -> int:
 
 
 def interpret_params() -> pltpu.InterpretParams | bool:
-    """The `interpret` argument of `pallas_call`. Inside `eqx_attn.interpret()` unwritten memory is NaN and races are found."""
+    """The `interpret` argument of `pallas_call`: inside `eqx_attn.interpret()`, the interpreter at its strictest."""
     return pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True) if interpreting() else False
 
 

@@ -49,6 +49,8 @@ class Visits:
         """The block visited at this step, or the last one visited."""
         if self.join == 1:
             return self._entry(table, row, step, example) >> 1
+        last = jnp.maximum(table[self._start(row, example)] * self.join - 1, 0)
+        step = jnp.minimum(step, last)
         joined = self._entry(table, row, step, example) >> 1
         return jnp.minimum(joined * self.join + step % self.join, self.blocks - 1)
 
