@@ -12,7 +12,7 @@ from ._pallas import (
     zero_tail as zero_tail,
 )
 from ._precision import dot_precision as dot_precision
-from ._summaries import block_summary as block_summary, visited_range as visited_range
+from ._summaries import block_summary as block_summary, visited_ranges as visited_ranges
 from ._triton_call import triton_call as triton_call
 from ._visits import (
     band_kv_visits as band_kv_visits,

@@ -1,7 +1,7 @@
 """What a block of tokens holds, so that another block can tell whether it sees any of it before loading it."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 _LARGEST = jnp.iinfo(jnp.int32).max
 _SMALLEST = jnp.iinfo(jnp.int32).min
@@ -33,34 +33,45 @@ def block_summary(
     return jnp.stack(fields, 1)
 
 
-def visited_range(
+def visited_ranges(
     q_summary: Int32[Array, "batch fields q_blocks"],
     kv_summary: Int32[Array, "batch fields kv_blocks"],
     lower: int | None,
     upper: int | None,
     *,
     of: str,
-) -> Int32[Array, "batch blocks 2"]:
-    """For each block of one side (`of`: "q" or "kv"), the first block of the other that it may see, and the one after the last.
+) -> Int32[Array, "batch blocks 4"]:
+    """For each block of one side (`of`: "q" or "kv"), which blocks of the other it visits: four block numbers.
 
-    Empty ranges are (0, 0). Some blocks inside a range may be hidden.
+    It may see something of [first, last), all of [whole_first, whole_last), and nothing of the rest; they are returned in
+    the order first, whole_first, whole_last, last. Some blocks of [first, last) may be hidden all the same.
     """
-    seen = visible_blocks(q_summary, kv_summary, lower, upper)
+    seen, whole = visible_blocks(q_summary, kv_summary, lower, upper)
     if of == "kv":
-        seen = jnp.swapaxes(seen, 1, 2)
+        seen, whole = jnp.swapaxes(seen, 1, 2), jnp.swapaxes(whole, 1, 2)
     others = jnp.arange(seen.shape[-1], dtype=jnp.int32)
+    # Only reductions, which fuse with the comparisons: nothing of size q_blocks * kv_blocks is stored.
     last = jnp.max(jnp.where(seen, others + 1, 0), -1)
     first = jnp.minimum(jnp.min(jnp.where(seen, others, _LARGEST), -1), last)
-    return jnp.stack([first, last], -1)
+    whole_first = jnp.minimum(jnp.min(jnp.where(whole, others, _LARGEST), -1), last)
+    after = ~whole & (others > whole_first[..., None])
+    whole_last = jnp.minimum(jnp.min(jnp.where(after, others, _LARGEST), -1), last)
+    return jnp.stack([first, whole_first, whole_last, last], -1)
 
 
-def visible_blocks(q_summary: Array, kv_summary: Array, lower: int | None, upper: int | None) -> Array:
-    """Whether some token of a query block may see some token of a key block: `[batch, q_blocks, kv_blocks]`."""
-    q_fields = [q_summary[:, field, :, None] for field in range(q_summary.shape[1])]
-    kv_fields = [kv_summary[:, field, None, :] for field in range(kv_summary.shape[1])]
-    seen = (q_fields[1] <= kv_fields[2]) & (kv_fields[1] <= q_fields[2])
+def visible_blocks(
+    q_summary: Array, kv_summary: Array, lower: int | None, upper: int | None
+) -> tuple[Bool[Array, "batch q_blocks kv_blocks"], Bool[Array, "batch q_blocks kv_blocks"]]:
+    """Whether some token of a query block may see some token of a key block, and whether every one sees every one."""
+    q_lowest_id, q_first_id, q_last_id, *q_positions = jnp.moveaxis(q_summary, 1, 0)[..., :, None]
+    kv_lowest_id, kv_first_id, kv_last_id, *kv_positions = jnp.moveaxis(kv_summary, 1, 0)[..., None, :]
+    seen = (q_first_id <= kv_last_id) & (kv_first_id <= q_last_id)
+    # Equal extremes on both sides leave one id, and no padding.
+    whole = (q_lowest_id == q_last_id) & (kv_lowest_id == kv_last_id) & (q_last_id == kv_last_id) & (q_last_id > 0)
     if upper is not None:
-        seen &= kv_fields[3] - q_fields[4] <= upper
+        seen &= kv_positions[0] - q_positions[1] <= upper
+        whole &= kv_positions[1] - q_positions[0] <= upper
     if lower is not None:
-        seen &= kv_fields[4] - q_fields[3] >= lower
-    return seen
+        seen &= kv_positions[1] - q_positions[0] >= lower
+        whole &= kv_positions[0] - q_positions[1] >= lower
+    return seen, whole

@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bhsd_causal_qk64_v64
-# digest: 67ce541b5a0b17b8
+# digest: 6907687728299b92
 """Causal attention, arrays [batch, heads, seq, dim], head dim 64.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -166,13 +166,12 @@ def dq_kernel(
     lse = tl.load(lse_ptr + lse_offset, mask=rows < q_seq, other=float("-inf"))
     dlse = tl.load(dlse_ptr + lse_offset, mask=rows < q_seq, other=0.0)
     dead = lse == float("-inf")  # these rows saw no key: no gradient, whatever dlse holds
+    lse_2 = tl.where(dead, float("inf"), lse * LOG2_E)
     delta = tl.where(dead, 0.0, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) - dlse)
     tl.store(delta_ptr + lse_offset, delta, mask=rows < q_seq)
     dout = dout.to(q.dtype)
 
-    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted.
     scale_2 = scale * LOG2_E
-    shift = tl.where(dead, float("-inf"), -lse / scale)
     dq = tl.zeros([block_q, HEAD_DIM], tl.float32)
 
     # Keys before `whole` are visible to every row of this block, and those from `last` on to none.
@@ -183,12 +182,10 @@ def dq_kernel(
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
-        scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
-        scores = tl.dot(q, k.T, scores, input_precision=precision)
-        weights = tl.exp2(scores * scale_2)
-        dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
-        dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
-        dscores = weights * dweights
+        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
+        dweights = tl.dot(dout, v.T, input_precision=precision)
+        dscores = weights * (dweights - delta[:, None])
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
     for start in range(whole, last, block_kv):
@@ -198,15 +195,13 @@ def dq_kernel(
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-        scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
-        scores = tl.dot(q, k.T, scores, input_precision=precision)
-        weights = tl.exp2(scores * scale_2)
+        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
         keep = (columns < kv_seq)[None, :]
         keep &= columns[None, :] <= rows[:, None] + upper
         weights = tl.where(keep, weights, 0.0)
-        dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
-        dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
-        dscores = weights * dweights
+        dweights = tl.dot(dout, v.T, input_precision=precision)
+        dscores = weights * (dweights - delta[:, None])
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
     tl.store(dq_rows + q_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
@@ -264,8 +259,8 @@ def dkv_kernel(
     far_first = tl.maximum(whole_first, whole_last)
     far = tl.cdiv(tl.maximum(last - far_first, 0), block_q)
 
-    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted, which
-    # costs no register. Hoisting the loops' invariants would, so that is off.
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted,
+    # which costs no register. Hoisting the loops' invariants would, so that is off.
     scale_2, inverse_scale = scale * LOG2_E, 1.0 / scale
     dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)

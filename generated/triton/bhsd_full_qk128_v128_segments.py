@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bhsd_full_qk128_v128_segments
-# digest: 5f94a46d46463fb9
+# digest: b8de18a927ab9129
 """Full attention within segments, arrays [batch, heads, seq, dim], head dim 128.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -8,7 +8,7 @@ arXiv:2307.08691): the forward keeps a running softmax over blocks of keys; the 
 for the gradient of the queries and once for those of keys and values, without atomics.
 
 A token sees only tokens of its own id. The smallest and the largest id of each block say, before anything
-is loaded, which blocks a block sees nothing of, part of, or all of; it visits them in runs of one kind.
+is loaded, which blocks a block sees some of and which it sees all of.
 """
 
 import math
@@ -18,15 +18,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from eqx_attn._device import block_summary, dot_precision, triton_call, visited_range
+from eqx_attn._device import block_summary, dot_precision, triton_call, visited_ranges
 
 SPEC = "triton/bhsd_full_qk128_v128_segments"
 
 HEAD_DIM = tl.constexpr(128)
 LOG2_E = tl.constexpr(math.log2(math.e))  # exp(x) = exp2(LOG2_E * x), and exp2 is one instruction
 LN_2 = tl.constexpr(math.log(2.0))
-HIDDEN, PARTLY, WHOLLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-LOOKAHEAD = tl.constexpr(64)  # blocks whose kind is found out at once
 
 
 @triton.jit
@@ -36,25 +34,13 @@ def row_of(ptr, batch, head, row, seq, heads, dim: tl.constexpr):
 
 
 @triton.jit
-def load_summary(summary_ptr, batch, blocks, block_count):
-    """The smallest id (padding counts), the smallest and largest id of tokens."""
-    here = summary_ptr + batch * 3 * block_count + blocks
-    known = blocks < block_count
-    lowest_id = tl.load(here, mask=known, other=-1)
-    first_id = tl.load(here + block_count, mask=known, other=0)
-    last_id = tl.load(here + 2 * block_count, mask=known, other=0)
-    return lowest_id, first_id, last_id
-
-
-@triton.jit
-def kinds_of_blocks(q_summary, kv_summary):
-    """How much query blocks see of key blocks; one side is one block, the other may be many."""
-    q_lowest_id, q_first_id, q_last_id = q_summary
-    kv_lowest_id, kv_first_id, kv_last_id = kv_summary
-    some = (q_first_id <= kv_last_id) & (kv_first_id <= q_last_id)
-    # Equal extremes on both sides leave one id, and no padding.
-    all_ = (q_lowest_id == q_last_id) & (kv_lowest_id == kv_last_id) & (q_last_id == kv_last_id)
-    return tl.where(some, tl.where(all_, WHOLLY, PARTLY), HIDDEN)
+def sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks):
+    """Whether some query of a block may see some key of another, from the extremes of their ids."""
+    q_summary = q_summary_ptr + batch * 3 * q_blocks + q_block
+    kv_summary = kv_summary_ptr + batch * 3 * kv_blocks + kv_block
+    q_first_id, q_last_id = tl.load(q_summary + q_blocks), tl.load(q_summary + 2 * q_blocks)
+    kv_first_id, kv_last_id = tl.load(kv_summary + kv_blocks), tl.load(kv_summary + 2 * kv_blocks)
+    return (q_first_id <= kv_last_id) & (kv_first_id <= q_last_id)
 
 
 @triton.jit
@@ -117,20 +103,26 @@ def forward_kernel(
     row_max = tl.full([block_q], float("-inf"), tl.float32)
     row_sum = tl.zeros([block_q], tl.float32)
 
-    q_summary = load_summary(q_summary_ptr, batch, q_block, q_blocks)
-    first = tl.load(visit_ptr + (batch * q_blocks + q_block) * 2)
-    last = tl.load(visit_ptr + (batch * q_blocks + q_block) * 2 + 1)
-    run = first
-    while run < last:
-        blocks = run + tl.arange(0, LOOKAHEAD)
-        kv_summary = load_summary(kv_summary_ptr, batch, blocks, kv_blocks)
-        kinds = kinds_of_blocks(q_summary, kv_summary)
-        kinds = tl.where(blocks < last, kinds, HIDDEN)
-        kind = tl.sum(tl.where(blocks == run, kinds, 0))
-        stop = tl.min(tl.where(kinds == kind, run + LOOKAHEAD, blocks))
-        partly = tl.where(kind == PARTLY, stop, run) * block_kv
-        wholly = tl.where(kind == WHOLLY, stop, run) * block_kv
-        for start in range(run * block_kv, partly, block_kv):
+    # Some row may see some key of [first, last); every row sees every key of [whole_first, whole_last).
+    visit = visit_ptr + (batch * q_blocks + q_block) * 4
+    first, whole_first = tl.load(visit) * block_kv, tl.load(visit + 1) * block_kv
+    whole_last, last = tl.load(visit + 2) * block_kv, tl.load(visit + 3) * block_kv
+    for start in range(whole_first, whole_last, block_kv):
+        k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
+        v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
+        k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
+        v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
+        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+        acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
+
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_kv)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_kv)
+    for block in range(0, near + far):
+        start = tl.where(block < near, first + block * block_kv, far_first + (block - near) * block_kv)
+        kv_block = start // block_kv
+        if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks):
             columns = start + kv_offsets
             inside = (columns < kv_seq)[:, None]
             k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
@@ -143,15 +135,6 @@ def forward_kernel(
             scores = tl.where(keep, scores, float("-inf"))
             acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
 
-        for start in range(run * block_kv, wholly, block_kv):
-            k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-            v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-            k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
-            v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
-            scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-            acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
-
-        run = stop
     seen = row_sum > 0  # a row that saw no key gives 0, and lse -inf
     row_sum = tl.where(seen, row_sum, 1.0)
     lse = tl.where(seen, (row_max + tl.log2(row_sum)) * LN_2, float("-inf"))
@@ -216,60 +199,52 @@ def dq_kernel(
     lse = tl.load(lse_ptr + lse_offset, mask=rows < q_seq, other=float("-inf"))
     dlse = tl.load(dlse_ptr + lse_offset, mask=rows < q_seq, other=0.0)
     dead = lse == float("-inf")  # these rows saw no key: no gradient, whatever dlse holds
+    lse_2 = tl.where(dead, float("inf"), lse * LOG2_E)
     delta = tl.where(dead, 0.0, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) - dlse)
     tl.store(delta_ptr + lse_offset, delta, mask=rows < q_seq)
     dout = dout.to(q.dtype)
 
-    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted.
     scale_2 = scale * LOG2_E
-    shift = tl.where(dead, float("-inf"), -lse / scale)
     dq = tl.zeros([block_q, HEAD_DIM], tl.float32)
 
-    q_summary = load_summary(q_summary_ptr, batch, q_block, q_blocks)
-    first = tl.load(visit_ptr + (batch * q_blocks + q_block) * 2)
-    last = tl.load(visit_ptr + (batch * q_blocks + q_block) * 2 + 1)
-    run = first
-    while run < last:
-        blocks = run + tl.arange(0, LOOKAHEAD)
-        kv_summary = load_summary(kv_summary_ptr, batch, blocks, kv_blocks)
-        kinds = kinds_of_blocks(q_summary, kv_summary)
-        kinds = tl.where(blocks < last, kinds, HIDDEN)
-        kind = tl.sum(tl.where(blocks == run, kinds, 0))
-        stop = tl.min(tl.where(kinds == kind, run + LOOKAHEAD, blocks))
-        partly = tl.where(kind == PARTLY, stop, run) * block_kv
-        wholly = tl.where(kind == WHOLLY, stop, run) * block_kv
-        for start in range(run * block_kv, partly, block_kv):
+    # Some row may see some key of [first, last); every row sees every key of [whole_first, whole_last).
+    visit = visit_ptr + (batch * q_blocks + q_block) * 4
+    first, whole_first = tl.load(visit) * block_kv, tl.load(visit + 1) * block_kv
+    whole_last, last = tl.load(visit + 2) * block_kv, tl.load(visit + 3) * block_kv
+    for start in range(whole_first, whole_last, block_kv):
+        k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
+        v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
+        k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
+        v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
+        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
+        dweights = tl.dot(dout, v.T, input_precision=precision)
+        dscores = weights * (dweights - delta[:, None])
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
+
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_kv)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_kv)
+    for block in range(0, near + far):
+        start = tl.where(block < near, first + block * block_kv, far_first + (block - near) * block_kv)
+        kv_block = start // block_kv
+        if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks):
             columns = start + kv_offsets
             inside = (columns < kv_seq)[:, None]
             k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
             v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-            scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
-            scores = tl.dot(q, k.T, scores, input_precision=precision)
-            weights = tl.exp2(scores * scale_2)
+            scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+            weights = tl.exp2(scores * scale_2 - lse_2[:, None])
             kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
             keep = q_ids[:, None] == kv_ids[None, :]
             weights = tl.where(keep, weights, 0.0)
-            dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
-            dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
-            dscores = weights * dweights
+            dweights = tl.dot(dout, v.T, input_precision=precision)
+            dscores = weights * (dweights - delta[:, None])
             dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
-        for start in range(run * block_kv, wholly, block_kv):
-            k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-            v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-            k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
-            v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
-            scores = tl.broadcast_to(shift[:, None], [block_q, block_kv])
-            scores = tl.dot(q, k.T, scores, input_precision=precision)
-            weights = tl.exp2(scores * scale_2)
-            dweights = tl.broadcast_to(-delta[:, None], [block_q, block_kv])
-            dweights = tl.dot(dout, v.T, dweights, input_precision=precision)
-            dscores = weights * dweights
-            dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
-
-        run = stop
     tl.store(dq_rows + q_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
 
 
@@ -321,28 +296,45 @@ def dkv_kernel(
     k = tl.load(k_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
     v = tl.load(v_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
     kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
-    kv_summary = load_summary(kv_summary_ptr, batch, kv_block, kv_blocks)
-    first = tl.load(visit_ptr + (batch * kv_blocks + kv_block) * 2)
-    last = tl.load(visit_ptr + (batch * kv_blocks + kv_block) * 2 + 1)
+    # Some row of [first, last) may see some of these keys, and every row of [whole_first, whole_last) sees all of them.
+    visit = visit_ptr + (batch * kv_blocks + kv_block) * 4
+    first, whole_first = tl.load(visit) * block_q, tl.load(visit + 1) * block_q
+    whole_last, last = tl.load(visit + 2) * block_q, tl.load(visit + 3) * block_q
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_q)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_q)
 
-    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted, which
-    # costs no register. Hoisting the loops' invariants would, so that is off.
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted,
+    # which costs no register. Hoisting the loops' invariants would, so that is off.
     scale_2, inverse_scale = scale * LOG2_E, 1.0 / scale
     dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
         row_of_head = (batch * q_heads + head) * q_seq
-        run = first
-        while run < last:
-            blocks = run + tl.arange(0, LOOKAHEAD)
-            q_summary = load_summary(q_summary_ptr, batch, blocks, q_blocks)
-            kinds = kinds_of_blocks(q_summary, kv_summary)
-            kinds = tl.where(blocks < last, kinds, HIDDEN)
-            kind = tl.sum(tl.where(blocks == run, kinds, 0))
-            stop = tl.min(tl.where(kinds == kind, run + LOOKAHEAD, blocks))
-            partly = tl.where(kind == PARTLY, stop, run) * block_q
-            wholly = tl.where(kind == WHOLLY, stop, run) * block_q
-            for start in tl.range(run * block_q, partly, block_q, disable_licm=True):
+        for start in tl.range(whole_first, whole_last, block_q, disable_licm=True):
+            rows = start + q_offsets
+            q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
+            dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
+            q = tl.load(q_rows + q_tile)  # [block_q, HEAD_DIM]
+            dout = tl.load(dout_rows + q_tile)  # [block_q, HEAD_DIM]
+            dout = dout.to(q.dtype)
+            lse = tl.load(lse_ptr + row_of_head + rows)
+            delta = tl.load(delta_ptr + row_of_head + rows)
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
+            dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+            dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+            dscores = weights * dweights
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
+
+        for block in tl.range(0, near + far, disable_licm=True):
+            start = tl.where(block < near, first + block * block_q, far_first + (block - near) * block_q)
+            q_block = start // block_q
+            if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks):
                 rows = start + q_offsets
                 inside = (rows < q_seq)[:, None]
                 q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -364,27 +356,6 @@ def dkv_kernel(
                 dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
                 dscores = weights * dweights
                 dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
-
-            for start in tl.range(run * block_q, wholly, block_q, disable_licm=True):
-                rows = start + q_offsets
-                q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
-                dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
-                q = tl.load(q_rows + q_tile)  # [block_q, HEAD_DIM]
-                dout = tl.load(dout_rows + q_tile)  # [block_q, HEAD_DIM]
-                dout = dout.to(q.dtype)
-                lse = tl.load(lse_ptr + row_of_head + rows)
-                delta = tl.load(delta_ptr + row_of_head + rows)
-                shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
-                scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
-                scores = tl.dot(k, q.T, scores, input_precision=precision)
-                weights = tl.exp2(scores * scale_2)
-                dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
-                dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
-                dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
-                dscores = weights * dweights
-                dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
-
-            run = stop
 
     tl.store(dk_rows + kv_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_columns)
     tl.store(dv_rows + kv_tile, dv.to(dv_ptr.dtype.element_ty), mask=in_columns)
@@ -409,7 +380,7 @@ def forward(q, k, v, operands, tiles):
         v,
         *metadata,
         *summaries,
-        visited_range(*summaries, None, None, of="q"),
+        visited_ranges(*summaries, None, None, of="q"),
         operands.scale,
         q_seq,
         kv_seq,
@@ -448,7 +419,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         dlse,
         *metadata,
         *summaries,
-        visited_range(*summaries, None, None, of="q"),
+        visited_ranges(*summaries, None, None, of="q"),
         operands.scale,
         q_seq,
         kv_seq,
@@ -475,7 +446,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         delta,
         *metadata,
         *summaries,
-        visited_range(*summaries, None, None, of="kv"),
+        visited_ranges(*summaries, None, None, of="kv"),
         operands.scale,
         q_seq,
         kv_seq,
