@@ -49,7 +49,7 @@ def visited_ranges(
     seen, whole = visible_blocks(q_summary, kv_summary, lower, upper)
     if of == "kv":
         seen, whole = jnp.swapaxes(seen, 1, 2), jnp.swapaxes(whole, 1, 2)
-    others = jnp.arange(seen.shape[-1], dtype=jnp.int32)
+    others = jnp.arange(seen.shape[-1], dtype=jnp.int32)[None, None, :]
     # Only reductions, which fuse with the comparisons: nothing of size q_blocks * kv_blocks is stored.
     last = jnp.max(jnp.where(seen, others + 1, 0), -1)
     first = jnp.minimum(jnp.min(jnp.where(seen, others, _LARGEST), -1), last)

@@ -1,0 +1,249 @@
+"""The law in plain NumPy: masks as predicates, attention and its gradients in float64, how far off a result may be.
+
+Nothing here uses eqx_attn's own arithmetic, so that no mistake can be on both sides.
+"""
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import eqx_attn
+from eqx_attn._masks import And, Dense
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Arrays of one call in `layout`, with random cotangents: a uniform one would hide a permuted gradient."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    dout: jax.Array
+    dlse: jax.Array
+    layout: str
+
+    @property
+    def arrays(self):
+        return self.query, self.key, self.value
+
+
+def random_inputs(
+    key, q_seq, kv_seq, *, heads=(4, 2), dims=(16, 16), batch=(2,), dtype="float32", layout="bshd"
+) -> Inputs:
+    """Normal arrays; the values are off centre, so that a lost weight shows in the output."""
+    (q_heads, kv_heads), (qk_dim, v_dim) = heads, dims
+    keys = jax.random.split(key, 5)
+
+    def array(number, seq, heads, dim, mean=0.0):
+        x = jax.random.normal(keys[number], (*batch, seq, heads, dim), jnp.float32) + mean
+        return (x if layout == "bshd" else jnp.swapaxes(x, -3, -2)).astype(dtype)
+
+    return Inputs(
+        query=array(0, q_seq, q_heads, qk_dim),
+        key=array(1, kv_seq, kv_heads, qk_dim),
+        value=array(2, kv_seq, kv_heads, v_dim, 0.5),
+        dout=array(3, q_seq, q_heads, v_dim),
+        dlse=jax.random.normal(keys[4], (*batch, q_heads, q_seq), jnp.float32).astype(
+            "float64" if dtype == "float64" else "float32"
+        ),
+        layout=layout,
+    )
+
+
+def visible(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The predicate of `mask`, as its docstring reads, in `shape`: `[*batch, q_heads, q_seq, kv_seq]`."""
+    if isinstance(mask, And):
+        segments = next((part for part in flatten(mask) if isinstance(part, eqx_attn.Segments)), None)
+        seen = np.ones(shape, bool)
+        for part in flatten(mask):
+            seen &= _visible(part, shape, segments)
+        return seen
+    return _visible(mask, shape, mask if isinstance(mask, eqx_attn.Segments) else None)
+
+
+def flatten(mask):
+    return [part for inner in mask.masks for part in flatten(inner)] if isinstance(mask, And) else [mask]
+
+
+def _visible(mask, shape, segments):
+    q_seq, kv_seq = shape[-2:]
+    if isinstance(mask, eqx_attn.Full):
+        return np.ones(shape, bool)
+    if isinstance(mask, Dense):
+        return np.broadcast_to(np.asarray(mask.visible), shape)
+    if isinstance(mask, eqx_attn.Segments):
+        q_ids, kv_ids = _rows(mask.q_ids, shape, q_seq), _rows(mask.kv_ids, shape, kv_seq)
+        same = (q_ids[..., :, None] == kv_ids[..., None, :]) & (q_ids[..., :, None] > 0)
+        return np.broadcast_to(same[..., None, :, :], shape)
+    q_positions, kv_positions = _positions(segments, mask.alignment, shape)
+    distance = (kv_positions[..., None, :] - q_positions[..., :, None])[..., None, :, :]
+    left, right = (None, 0) if isinstance(mask, eqx_attn.Causal) else (mask.left, mask.right)
+    seen = np.ones(distance.shape, bool)
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    return np.broadcast_to(seen, shape)
+
+
+def _positions(segments, alignment, shape):
+    """Positions of queries and keys, `[*batch, seq]`: row numbers, ranks within the id, or what the user gave."""
+    q_seq, kv_seq = shape[-2:]
+    if segments is None:
+        shift = kv_seq - q_seq if alignment == "bottom_right" else 0
+        return np.broadcast_to(np.arange(q_seq) + shift, (*shape[:-3], q_seq)), np.arange(kv_seq)
+    if segments.explicit_positions:
+        assert alignment == "top_left"
+        return _rows(segments.q_positions, shape, q_seq), _rows(segments.kv_positions, shape, kv_seq)
+    q_ids, kv_ids = _rows(segments.q_ids, shape, q_seq), _rows(segments.kv_ids, shape, kv_seq)
+    q_positions = np.apply_along_axis(ranks, -1, q_ids)
+    if alignment == "bottom_right":
+        for index in np.ndindex(shape[:-3]):
+            for token, segment in enumerate(q_ids[index]):
+                q_positions[index][token] += (kv_ids[index] == segment).sum() - (q_ids[index] == segment).sum()
+    return q_positions, np.apply_along_axis(ranks, -1, kv_ids)
+
+
+def ranks(ids):
+    """How many tokens of its own id come before each token."""
+    seen: collections.Counter = collections.Counter()
+    result = []
+    for segment in ids:
+        result.append(seen[int(segment)])
+        seen[int(segment)] += 1
+    return np.array(result)
+
+
+def _rows(array, shape, seq):
+    return np.broadcast_to(np.asarray(array, np.int64), (*shape[:-3], seq))
+
+
+def score_shape(inputs: Inputs) -> tuple[int, ...]:
+    """`[*batch, q_heads, q_seq, kv_seq]`."""
+    kv_seq = inputs.key.shape[-3 if inputs.layout == "bshd" else -2]
+    return (*inputs.dlse.shape, kv_seq)
+
+
+def expected(inputs: Inputs, mask, scale=None, product_eps=None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Each result with the error that it may have, both in float64 and in the arrays' layout.
+
+    The allowance is the first-order error of the algorithm: absolute values are summed where it sums values, times the
+    rounding (`wide` of the accumulator, float32 or float64; `narrow` of the arrays) and the square root of how many are
+    summed, since a rounding is as often up as down. A weight is, relatively, off by twice what its score is off by (its
+    row's sum is too). Weights and score gradients are rounded to the arrays' dtype before a product, and results at the
+    end; delta is made from an out that was rounded.
+
+    `product_eps` is the rounding of the factors of a product where the precision asked for is below `highest`.
+    """
+    finfo = jnp.finfo(inputs.query.dtype)
+    narrow = float(finfo.eps)
+    wide = float(np.finfo(np.float64 if inputs.query.dtype == jnp.float64 else np.float32).eps)
+    factor = product_eps or wide
+    heads_first = inputs.layout == "bhsd"
+    q, k, v, dout = (
+        np.asarray(x, np.float64) if heads_first else np.swapaxes(np.asarray(x, np.float64), -3, -2)
+        for x in (*inputs.arrays, inputs.dout)
+    )
+    dlse = np.asarray(inputs.dlse, np.float64)
+    group = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat(group, -3), v.repeat(group, -3)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    seen = visible(mask, score_shape(inputs)) if not isinstance(mask, np.ndarray) else mask
+    (q_seq, qk_dim), (kv_seq, v_dim) = q.shape[-2:], v.shape[-2:]
+
+    scores = np.where(seen, scale * q @ k.mT, -np.inf)
+    alive = seen.any(-1, keepdims=True)
+    top = np.where(alive, scores.max(-1, keepdims=True), 0)
+    weights = np.exp(scores - top)
+    total = np.where(alive, weights.sum(-1, keepdims=True), 1)
+    p = weights / total
+    lse = np.where(alive, top + np.log(total), -np.inf)
+    out = p @ v
+    delta = np.where(alive, (out * dout).sum(-1, keepdims=True) - dlse[..., None], 0)
+    dp = dout @ v.mT
+    ds = scale * p * (dp - delta)
+
+    score_error = (abs(scale) * (wide * np.sqrt(qk_dim) + factor) * np.where(seen, abs(q) @ abs(k).mT, 0)).max(-1)[
+        ..., None
+    ]
+    score_error = score_error + 2 * wide * np.where(alive, abs(lse), 0)
+    weight_error = 2 * score_error + narrow + factor + wide * np.sqrt(kv_seq)  # relative
+    delta_size = (abs(out) * abs(dout)).sum(-1, keepdims=True) + abs(dlse)[..., None]
+    delta_error = (weight_error + narrow + wide * np.sqrt(v_dim)) * ((p @ abs(v)) * abs(dout)).sum(-1, keepdims=True)
+    delta_error = delta_error + wide * delta_size
+    ds_error = p * (weight_error * (abs(dp) + abs(delta)) + delta_error)
+    ds_error = ds_error + p * (wide * np.sqrt(v_dim) + factor) * (abs(dout) @ abs(v).mT) + narrow * p * abs(dp - delta)
+    ds_error = abs(scale) * np.where(alive, ds_error, 0)
+    sum_error_q, sum_error_kv = wide * np.sqrt(q_seq * group) + factor, wide * np.sqrt(kv_seq) + factor
+
+    def sum_heads(x):
+        """Over the query heads that share a key/value head."""
+        return x.reshape(*x.shape[:-3], x.shape[-3] // group, group, *x.shape[-2:]).sum(-3)
+
+    values = dict(
+        out=out,
+        lse=lse[..., 0],
+        dq=ds @ k,
+        dk=sum_heads(ds.mT @ q),
+        dv=sum_heads(p.mT @ dout),
+    )
+    allowed = dict(
+        out=(weight_error + sum_error_kv) * (p @ abs(v)),
+        lse=(score_error + wide * np.sqrt(kv_seq))[..., 0],
+        dq=(ds_error + sum_error_kv * abs(ds)) @ abs(k),
+        dk=sum_heads((ds_error + sum_error_q * abs(ds)).mT @ abs(q)),
+        dv=sum_heads(((weight_error + sum_error_q) * p).mT @ abs(dout)),
+    )
+    for name in NAMES:
+        if name != "lse":
+            allowed[name] = allowed[name] + narrow * abs(values[name]) + float(finfo.smallest_subnormal)
+
+    def back(name, x):
+        return x if heads_first or name == "lse" else np.swapaxes(x, -3, -2)
+
+    return {name: (back(name, values[name]), back(name, allowed[name])) for name in NAMES}
+
+
+def results(inputs: Inputs, mask, **options) -> dict[str, np.ndarray]:
+    """What `eqx_attn.attention` gives: outputs and the gradients of both of them."""
+
+    def call(query, key, value):
+        return eqx_attn.attention(query, key, value, mask=mask, layout=inputs.layout, return_lse=True, **options)
+
+    @jax.jit
+    def run(arrays, cotangents):
+        primal, pull_back = jax.vjp(call, *arrays)
+        return primal, pull_back(eqx_attn._attention.AttentionOutput(*cotangents))
+
+    (out, lse), grads = run(inputs.arrays, (inputs.dout, inputs.dlse))
+    assert out.dtype == inputs.query.dtype and lse.dtype == inputs.dlse.dtype
+    assert [grad.dtype for grad in grads] == [x.dtype for x in inputs.arrays]
+    return dict(zip(NAMES, (np.asarray(x, np.float64) for x in (out, lse, *grads)), strict=True))
+
+
+def assert_matches(found: dict, wanted: dict, names=NAMES):
+    """Each element within its allowance: infinite where it should be, and nowhere NaN."""
+    for name in names:
+        value, allowed = wanted[name]
+        got = np.asarray(found[name], np.float64)
+        assert got.shape == value.shape, f"{name} has shape {got.shape} instead of {value.shape}"
+        assert not np.isnan(got).any(), f"{name} holds NaN"
+        infinite = np.isinf(value)
+        assert (np.isinf(got) == infinite).all(), f"{name} is infinite elsewhere"
+        error = np.where(infinite, 0, abs(np.where(infinite, 0, got) - np.where(infinite, 0, value)))
+        worst = np.unravel_index(np.argmax(error - allowed), error.shape)
+        assert error[worst] <= allowed[worst], (
+            f"{name}{list(map(int, worst))} is {got[worst]} instead of {value[worst]}: off by {error[worst]:.2e}, "
+            f"allowed {allowed[worst]:.2e}"
+        )
+
+
+def check(inputs: Inputs, mask, scale=None, **options):
+    """Outputs, lse and every gradient of `attention` against the oracle."""
+    assert_matches(results(inputs, mask, scale=scale, **options), expected(inputs, mask, scale))
