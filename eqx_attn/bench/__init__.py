@@ -1,0 +1,1 @@
+"""Timing and verification on the present device: `python -m eqx_attn.bench --help`."""

@@ -1,0 +1,187 @@
+"""The command `python -m eqx_attn.bench`."""
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+_DESCRIPTION = """\
+Times eqx_attn.attention on this machine's GPU against what comes with JAX (the default), checks the checked-in kernels
+against the dense oracle (--verify), or times a training step against equinox's layer (--train-step).
+
+Times are busy times of the GPU from JAX's profiler, medians over repeats in which all implementations take turns; the
+backward is the time of both directions less that of the forward. TFLOP/s count visible scores only: 4 operations
+per score and channel of the head forward, 10 backward.
+
+  python -m eqx_attn.bench --cases hd128_causal_4k,window_16k --output results.json --plot results.png
+  python -m eqx_attn.bench --verify 'triton/*causal*' --record
+  python -m eqx_attn.bench --train-step --output step.json
+
+Exit status: 0 if all went well, 1 if a kernel disagrees with the oracle or a measurement failed, 2 if the program could
+not run."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    # A CUDA graph may reach the profiler as one event of another kind. Read when a GPU is first used.
+    if "xla_gpu_enable_command_buffer" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
+    try:
+        if options.list:
+            return _list()
+        if options.verify is not None:
+            from ._verify import verify
+
+            return verify(options.verify, options.jobs, options.interpret, options.record, options.commit)
+        return _train_step(options) if options.train_step else _time(options)
+    except (ValueError, OSError) as error:
+        if options.verbose:
+            raise
+        print(f"eqx_attn.bench could not run: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _list() -> int:
+    from ._cases import GROUPS
+
+    for group, cases in GROUPS.items():
+        print(f"{group}:")
+        for name, case in cases.items():
+            print(f"  {name:20} {case}")
+    return 0
+
+
+def _time(options: argparse.Namespace) -> int:
+    import jax
+
+    from . import _run
+    from ._cases import select, SMOKE
+    from ._implementations import OURS, PEERS
+
+    cases = select(options.cases)
+    on_gpu = jax.default_backend() == "gpu"
+    if not on_gpu and not set(cases) <= set(SMOKE):
+        raise ValueError(f"JAX finds no GPU here, only {jax.default_backend()!r}; --cases smoke runs on any device")
+    default = "cudnn,xla" if on_gpu else "xla"
+    peers = tuple(filter(None, (default if options.peers is None else options.peers).split(",")))
+    if unknown := [peer for peer in peers if peer not in PEERS]:
+        raise ValueError(f"--peers {unknown[0]} is unknown; known are {', '.join(PEERS)}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'eqx_attn[bench]'")
+    results = _run.run(cases, peers, options.repeats, options.commit)
+    _run.save(results, options.output or _default_output("attention", results["device"]))
+    _print(_run.table(results))
+    if options.plot:
+        from ._plot import plot
+
+        plot(results, options.plot)
+    missing = [row for row in results["rows"] if row["implementation"] == OURS and row["milliseconds"] is None]
+    return 1 if missing else 0
+
+
+def _train_step(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("optax") is None:
+        raise ValueError("--train-step needs optax: pip install optax")
+    # The measuring processes need the device's memory, which this one would take.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    from . import _run, _train_step
+
+    size = _train_step.Size(
+        options.length, options.width, options.depth, options.heads, options.repeats_of_step, options.dtype
+    )
+    if size.width % size.heads:
+        raise ValueError(f"--width {size.width} is not a multiple of --heads {size.heads}")
+    results = _train_step.run(size, options.commit)
+    _run.save(results, options.output or _default_output("train_step", results["device"]))
+    _print(_train_step.table(results))
+    for name, found in results["layers"].items():
+        if "error" in found:
+            print(f"{name}: {found['error']}", file=sys.stderr)
+    return 1 if "error" in results["layers"]["eqx_attn"] else 0
+
+
+def _default_output(what: str, device: str) -> Path:
+    name = device.lower().replace(" ", "_").replace("/", "_")
+    return Path("benchmarks/results") / f"{time.strftime('%Y-%m-%d', time.gmtime())}_{what}_{name}.json"
+
+
+def _print(table) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(width=200, highlight=False)).print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eqx_attn.bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--list", action="store_true", help="list the cases")
+    what.add_argument(
+        "--verify",
+        nargs="?",
+        const="*",
+        metavar="GLOB",
+        help="check the kernels whose name matches, such as 'triton/*'",
+    )
+    what.add_argument("--train-step", action="store_true", help="time a training step against equinox's layer")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file (default: below benchmarks/results)")
+    parser.add_argument("--commit", metavar="TEXT", help="the commit to note (default: $EQX_ATTN_COMMIT, or git's)")
+    parser.add_argument("--verbose", action="store_true", help="show the whole traceback of an error")
+
+    timing = parser.add_argument_group("timing")
+    timing.add_argument(
+        "--cases", default="triton", metavar="NAME[,NAME]", help="cases, patterns or groups (default: %(default)s)"
+    )
+    timing.add_argument(
+        "--peers", metavar="NAME[,NAME]", help="cudnn and xla (default: both, on a CPU xla; '' for none)"
+    )
+    timing.add_argument("--repeats", type=_positive, default=5, metavar="N", help="repeats (default: %(default)s)")
+    timing.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart (PNG)")
+
+    verifying = parser.add_argument_group("--verify")
+    verifying.add_argument("--record", action="store_true", help="note what is right in generated/VERIFIED.json")
+    cores = max(1, (os.cpu_count() or 2) - 2)
+    verifying.add_argument(
+        "--jobs", type=_positive, default=cores, metavar="N", help="processes that share a GPU (default: %(default)s)"
+    )
+    verifying.add_argument("--interpret", action="store_true", help="on the CPU, Triton kernels in their interpreter")
+
+    step = parser.add_argument_group("--train-step")
+    for name, default, text in (
+        ("length", 8192, "tokens in the one row"),
+        ("width", 1024, "channels of the model"),
+        ("depth", 12, "layers"),
+        ("heads", 8, "heads"),
+    ):
+        step.add_argument(
+            f"--{name}", type=_positive, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+    step.add_argument(
+        "--steps",
+        dest="repeats_of_step",
+        type=_positive,
+        default=10,
+        metavar="N",
+        help="steps timed (default: %(default)s)",
+    )
+    step.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
