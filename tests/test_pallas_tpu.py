@@ -211,6 +211,7 @@ def test_head_dims(dims):
     check(f"bhsd_causal_qk{dims[0]}_v{dims[1]}", make(5, 130, 130, *dims, upper=0))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["bhsd_causal_qk128_v128", "bshd_full_qk64_v64_segments"])
 def test_bfloat16(name):
     operands = dict(upper=0)
@@ -253,6 +254,7 @@ def test_permuted_tokens():
     check("bhsd_causal_qk64_v64_segments", striped)
 
 
+@pytest.mark.smoke
 def test_queries_without_keys():
     """Neither a gradient that is not finite nor unused keys leave a trace."""
     q_ids, kv_ids = np.zeros((1, 250), int), np.zeros((1, 250), int)

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_causal_qk256_v256
-# digest: 26d9d769b1f69fa4
+# digest: 2bcb1a6e9db9a492
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 256], key [batch, kv_heads, kv_seq, 256], value [batch, kv_heads, kv_seq, 256].
@@ -40,7 +40,7 @@ SPEC = "pallas_tpu/bhsd_causal_qk256_v256"
 HEAD_DIM = 256
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(LOG2_E * x), and the hardware has exp2
 HIDDEN = -1e30  # the score of a key that the query does not see
-BLIND = 1e30  # in the backward, the lse of a query that sees no key, so that exp2(score - lse) is 0
+BLIND = 1e30  # in the backward, the lse of a query past the end or without any key: exp2(score - lse) is 0
 
 
 def forward(q, k, v, operands, tiles):
@@ -150,7 +150,9 @@ def _forward_kernel(
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     """Returns dq, dk, dv, like q, k, v, for the gradients dout of out and dlse of lse."""
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse  # [batch, q_heads, q_seq]
+    # The gradient of a score is p * (dp - delta): delta is the same for all keys of a query, and lse adds p * dlse.
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = delta - dlse  # [batch, q_heads, q_seq]
     sees = lse > -jnp.inf
     delta = jnp.where(sees, delta, 0.0)
     lse = jnp.where(sees, lse * LOG2_E, BLIND)
@@ -160,6 +162,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
 
 
 def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of queries goes over the blocks of keys that it sees."""
     batch, q_heads, q_seq, _ = q.shape
     _, kv_heads, kv_seq, _ = k.shape
     block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
@@ -251,6 +254,7 @@ def _dq_kernel(
 
 
 def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
     batch, q_heads, q_seq, _ = q.shape
     _, kv_heads, kv_seq, _ = k.shape
     block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
@@ -366,10 +370,7 @@ def _keep(q_block, kv_block, shape, upper, kv_seq):
 
 
 def _query_blocks(block_q, block_kv, group, visits):
-    """Block specs for the grid (batch, q_heads, q_blocks, steps).
-
-    Those of queries and of keys of some head dim, of one value per query.
-    """
+    """Block specs for the grid (batch, q_heads, q_blocks, steps): queries, keys, a value per query."""
 
     def queries(dim):
         return pl.BlockSpec((None, None, block_q, dim), lambda b, h, i, step, table: (b, h, i, 0))

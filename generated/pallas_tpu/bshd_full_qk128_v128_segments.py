@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk128_v128_segments
-# digest: 7301b8bf7568d5d1
+# digest: df7d92e00dbb6cd6
 """Full attention within segments on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -42,7 +42,7 @@ SPEC = "pallas_tpu/bshd_full_qk128_v128_segments"
 HEAD_DIM = 128
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(LOG2_E * x), and the hardware has exp2
 HIDDEN = -1e30  # the score of a key that the query does not see
-BLIND = 1e30  # in the backward, the lse of a query that sees no key, so that exp2(score - lse) is 0
+BLIND = 1e30  # in the backward, the lse of a query past the end or without any key: exp2(score - lse) is 0
 
 
 def forward(q, k, v, operands, tiles):
@@ -152,7 +152,9 @@ def _forward_kernel(
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     """Returns dq, dk, dv, like q, k, v, for the gradients dout of out and dlse of lse."""
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2) - dlse
+    # The gradient of a score is p * (dp - delta): delta is the same for all keys of a query, and lse adds p * dlse.
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = delta.swapaxes(1, 2) - dlse  # [batch, q_heads, q_seq]
     sees = lse > -jnp.inf
     delta = jnp.where(sees, delta, 0.0)
     lse = jnp.where(sees, lse * LOG2_E, BLIND)
@@ -162,6 +164,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
 
 
 def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of queries goes over the blocks of keys that it sees."""
     batch, q_seq, q_heads, _ = q.shape
     _, kv_seq, kv_heads, _ = k.shape
     block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
@@ -253,6 +256,7 @@ def _dq_kernel(
 
 
 def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
     batch, q_seq, q_heads, _ = q.shape
     _, kv_seq, kv_heads, _ = k.shape
     block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
@@ -364,10 +368,7 @@ def _keep(tokens):
 
 
 def _query_blocks(block_q, block_kv, group, visits):
-    """Block specs for the grid (batch, q_heads, q_blocks, steps).
-
-    Those of queries and of keys of some head dim, of one value per query, and of the tokens' ids.
-    """
+    """Block specs for the grid (batch, q_heads, q_blocks, steps): queries, keys, a value per query, ids."""
 
     def queries(dim):
         return pl.BlockSpec((None, block_q, dim), lambda b, h, i, step, table: (b, i, h))

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_window_qk256_v256_segments
-# digest: 7a09fdfa2bd3986c
+# digest: 81efb5327a6735e8
 """Sliding-window attention within segments on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 256], key [batch, kv_seq, kv_heads, 256], value [batch, kv_seq, kv_heads, 256].
@@ -42,7 +42,7 @@ SPEC = "pallas_tpu/bshd_window_qk256_v256_segments"
 HEAD_DIM = 256
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(LOG2_E * x), and the hardware has exp2
 HIDDEN = -1e30  # the score of a key that the query does not see
-BLIND = 1e30  # in the backward, the lse of a query that sees no key, so that exp2(score - lse) is 0
+BLIND = 1e30  # in the backward, the lse of a query past the end or without any key: exp2(score - lse) is 0
 
 
 def forward(q, k, v, operands, tiles):
@@ -156,7 +156,9 @@ def _forward_kernel(
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     """Returns dq, dk, dv, like q, k, v, for the gradients dout of out and dlse of lse."""
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2) - dlse
+    # The gradient of a score is p * (dp - delta): delta is the same for all keys of a query, and lse adds p * dlse.
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = delta.swapaxes(1, 2) - dlse  # [batch, q_heads, q_seq]
     sees = lse > -jnp.inf
     delta = jnp.where(sees, delta, 0.0)
     lse = jnp.where(sees, lse * LOG2_E, BLIND)
@@ -166,6 +168,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
 
 
 def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of queries goes over the blocks of keys that it sees."""
     batch, q_seq, q_heads, _ = q.shape
     _, kv_seq, kv_heads, _ = k.shape
     block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
@@ -261,6 +264,7 @@ def _dq_kernel(
 
 
 def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
     batch, q_seq, q_heads, _ = q.shape
     _, kv_seq, kv_heads, _ = k.shape
     block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
@@ -379,10 +383,7 @@ def _keep(tokens, lower, upper):
 
 
 def _query_blocks(block_q, block_kv, group, visits):
-    """Block specs for the grid (batch, q_heads, q_blocks, steps).
-
-    Those of queries and of keys of some head dim, of one value per query, and of the tokens' ids and positions.
-    """
+    """Block specs for the grid (batch, q_heads, q_blocks, steps): queries, keys, a value per query, ids, positions."""
 
     def queries(dim):
         return pl.BlockSpec((None, block_q, dim), lambda b, h, i, step, table: (b, i, h))
