@@ -70,6 +70,6 @@ def dot(a: Array, b: Array, axes: tuple[int, int], precision: lax.Precision) -> 
 def pad_segments(segments: SegmentOperands, q_rows: int, kv_rows: int) -> tuple[Array, ...]:
     """The ids and, if any, positions of queries and keys, `[batch, 1, rows]` each; padding ids stand past the end."""
     ids = pad_rows(segments.q_ids, q_rows, -1), pad_rows(segments.kv_ids, kv_rows, -2)
-    if segments.q_positions is None:
+    if segments.q_positions is None or segments.kv_positions is None:
         return ids
     return *ids, pad_rows(segments.q_positions, q_rows, 0), pad_rows(segments.kv_positions, kv_rows, 0)

@@ -220,21 +220,20 @@ class _Summary:
 
     ids: _Range
     padded: Array
-    positions: _Range | None
-    at_low: _Range | None
-    at_high: _Range | None
+    positions: _Range
+    at_low: _Range
+    at_high: _Range
 
 
 _BIG = 2**31 - 1
 
 
 def _summary(tokens: _Tokens, block: int) -> _Summary:
-    ids = _blocks(tokens.ids, block, 0)
+    ids = _blocks(tokens.ids, block)
     real = ids > 0
     id_range = _range_where(real, ids)
-    if tokens.positions is None:
-        return _Summary(id_range, ~real.all(axis=2), None, None, None)
-    positions = _blocks(tokens.positions, block, 0)
+    # Without positions nothing bounds them.
+    positions = jnp.zeros_like(ids) if tokens.positions is None else _blocks(tokens.positions, block)
     return _Summary(
         id_range,
         ~real.all(axis=2),
@@ -244,10 +243,10 @@ def _summary(tokens: _Tokens, block: int) -> _Summary:
     )
 
 
-def _blocks(array: Array, block: int, fill: int) -> Array:
-    """`[batch, seq]` as `[batch, blocks, block]`, the last block filled up."""
+def _blocks(array: Array, block: int) -> Array:
+    """`[batch, seq]` as `[batch, blocks, block]`, the last block filled up with 0, which is padding as an id."""
     padding = -array.shape[1] % block
-    return jnp.pad(array, ((0, 0), (0, padding)), constant_values=fill).reshape(array.shape[0], -1, block)
+    return jnp.pad(array, ((0, 0), (0, padding))).reshape(array.shape[0], -1, block)
 
 
 def _range_where(condition: Array, values: Array) -> _Range:
