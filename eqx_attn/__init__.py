@@ -3,6 +3,7 @@
 from . import nn as nn
 from ._attention import attention as attention, AttentionOutput as AttentionOutput
 from ._context import interpret as interpret, target as target
+from ._explain import explain as explain
 from ._masks import (
     Causal as Causal,
     Full as Full,

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from beartype import beartype
-from jaxtyping import Array, Bool, Float, Float32, jaxtyped
+from jaxtyping import Array, Bool, Float, jaxtyped
 
 from ._call import Request
 from ._masks import as_mask, Full, Mask

@@ -103,7 +103,9 @@ def _accumulate(q_block, k_rows, v_rows, operands, blocks, i, j, carry):
     shift = jnp.where(new_max == -jnp.inf, 0, new_max)
     weights = jnp.exp(scores - shift[..., None])
     correction = jnp.exp(row_max - shift)
-    product = jnp.einsum("bhgqk,bhkd->bhgqd", weights.astype(v_block.dtype), v_block, preferred_element_type=blocks.wide)
+    product = jnp.einsum(
+        "bhgqk,bhkd->bhgqd", weights.astype(v_block.dtype), v_block, preferred_element_type=blocks.wide
+    )
     return new_max, row_sum * correction + jnp.sum(weights, axis=-1), acc * correction[..., None] + product
 
 

@@ -85,7 +85,9 @@ class Segments(Mask):
     def __init__(self, q_ids, kv_ids=None, q_positions=None, kv_positions=None):
         self_attention = kv_ids is None
         if self_attention and kv_positions is not None:
-            raise ValueError("Segments got kv_positions without kv_ids: give kv_ids too, or q_positions alone for both sides")
+            raise ValueError(
+                "Segments got kv_positions without kv_ids: give kv_ids too, or q_positions alone for both sides"
+            )
         if not self_attention and (q_positions is None) != (kv_positions is None):
             missing = "q_positions" if q_positions is None else "kv_positions"
             raise ValueError(f"Segments got positions for one side only: give {missing} too, or neither")
@@ -136,7 +138,9 @@ def as_mask(mask) -> Mask:
     if isinstance(mask, str):
         if mask == "causal":
             return Causal()
-        raise ValueError(f'mask is {mask!r}: the only mask with a name is "causal"; others are eqx_attn.SlidingWindow(...), ...')
+        raise ValueError(
+            f'mask is {mask!r}: the only mask with a name is "causal"; others are eqx_attn.SlidingWindow(...), ...'
+        )
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         if mask.dtype != jnp.bool_:
             raise TypeError(

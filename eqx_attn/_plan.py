@@ -41,7 +41,9 @@ def plan_mask(mask: Mask, batch_shape: tuple[int, ...], q_heads: int, q_seq: int
         lower,
         upper,
         _plan_segments(segments[0], bands, batch_shape, q_seq, kv_seq) if segments else None,
-        _plan_dense([piece.visible for piece in pieces if isinstance(piece, Dense)], batch_shape, q_heads, q_seq, kv_seq),
+        _plan_dense(
+            [piece.visible for piece in pieces if isinstance(piece, Dense)], batch_shape, q_heads, q_seq, kv_seq
+        ),
     )
 
 
@@ -87,7 +89,9 @@ def _plan_segments(
     return SegmentOperands(q_ids, kv_ids, q_positions, kv_positions)
 
 
-def _plan_dense(arrays: list[Array], batch_shape: tuple[int, ...], q_heads: int, q_seq: int, kv_seq: int) -> Array | None:
+def _plan_dense(
+    arrays: list[Array], batch_shape: tuple[int, ...], q_heads: int, q_seq: int, kv_seq: int
+) -> Array | None:
     if not arrays:
         return None
     full = (*batch_shape, q_heads, q_seq, kv_seq)
@@ -114,13 +118,17 @@ def _plan_dense(arrays: list[Array], batch_shape: tuple[int, ...], q_heads: int,
 def _check_ids(name: str, ids: Array, of: str, batch_shape: tuple[int, ...], seq: int) -> None:
     if ids.shape[-1] != seq:
         hint = " (with kv_ids not given, q_ids serves the keys too: give kv_ids)" if of == "key" else ""
-        raise ValueError(f"{name} of Segments has shape {ids.shape}, but {of} has {seq} tokens: give one id per token{hint}")
+        raise ValueError(
+            f"{name} of Segments has shape {ids.shape}, but {of} has {seq} tokens: give one id per token{hint}"
+        )
     try:
         fits = jnp.broadcast_shapes(ids.shape[:-1], batch_shape) == batch_shape
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"{name} of Segments has shape {ids.shape}, whose leading axes do not broadcast to the batch {batch_shape}")
+        raise ValueError(
+            f"{name} of Segments has shape {ids.shape}, whose leading axes do not broadcast to the batch {batch_shape}"
+        )
 
 
 def _flat(array: Array, batch_shape: tuple[int, ...]) -> Array:

@@ -18,16 +18,16 @@ _TARGET_EXAMPLES = {"cuda": "sm_90a", "tpu": "v6e"}
 _KERNEL_DTYPES = {"triton": ("float16", "bfloat16", "float32"), "pallas_tpu": ("bfloat16", "float32")}
 
 
-def resolve(request: Request, implementation: str | None) -> Call:
+def resolve(request: Request, implementation: str | None, warn: bool = True) -> Call:
     """The call for `request`: the implementation asked for, or the fastest that each platform has.
 
     Raises ValueError with each reason where the implementation asked for cannot serve the request. Warns, once for each
-    reason, where the default choice on an accelerator falls back to `xla`.
+    reason, where the default choice on an accelerator falls back to `xla`; not so for a report (`warn=False`).
     """
     context = current_context()
     xla = Route("xla", None, XLA_TILE)
     if implementation is None:
-        routes = _default_routes(request)
+        routes = _default_routes(request, warn)
         if context.target is not None:
             default = dict(routes).get(current_platform(), xla)
             return Call(request.layout, default, (), context)
@@ -88,12 +88,16 @@ def absence(implementation: str, request: Request) -> list[str]:
         return ["Triton is not installed: pip install 'eqx_attn[cuda]'"]
     if context.interpreting:
         if implementation == "triton" and request.dtype == "bfloat16":
-            return ["Triton's interpreter computes bfloat16 products wrongly: use float16 or float32 inside interpret()"]
+            return [
+                "Triton's interpreter computes bfloat16 products wrongly: use float16 or float32 inside interpret()"
+            ]
         return []
     platform = _PLATFORMS[implementation]
     if current_platform() == platform:
         return []
-    where = f"target({context.target!r})" if context.target else f"this process's default backend ({jax.default_backend()})"
+    where = (
+        f"target({context.target!r})" if context.target else f"this process's default backend ({jax.default_backend()})"
+    )
     return [
         f"it needs {_DEVICES[platform]}, and {where} is none: use `with eqx_attn.interpret():` to run it on the CPU, or "
         f'`with eqx_attn.target("{_TARGET_EXAMPLES[platform]}"):` to lower for a device that is not here'
@@ -111,7 +115,7 @@ def current_platform() -> str:
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
 
-def _default_routes(request: Request) -> tuple[tuple[str, Route], ...]:
+def _default_routes(request: Request, warn: bool) -> tuple[tuple[str, Route], ...]:
     """The kernels that serve the request, by platform. Says once why the present platform has none."""
     routes = []
     for implementation, platform in _PLATFORMS.items():
@@ -120,7 +124,7 @@ def _default_routes(request: Request) -> tuple[tuple[str, Route], ...]:
             reasons.append("Triton is not installed: pip install 'eqx_attn[cuda]'")
         if not reasons:
             routes.append((platform, kernel_route(implementation, request)))
-        elif current_platform() == platform:
+        elif warn and current_platform() == platform:
             for reason in reasons:
                 _warn_once(f"eqx_attn.attention runs on 'xla', which is slower than {implementation}: {reason}")
     return tuple(routes)

@@ -29,7 +29,9 @@ def check_arrays(query, key, value, layout: str) -> None:
                 f"{value.shape[axis]} (layout {layout!r} is {LAYOUTS[layout]})"
             )
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"head dims differ: query has {query.shape[-1]} and key {key.shape[-1]} (shapes {query.shape}, {key.shape})")
+        raise ValueError(
+            f"head dims differ: query has {query.shape[-1]} and key {key.shape[-1]} (shapes {query.shape}, {key.shape})"
+        )
     q_heads, kv_heads = query.shape[heads], key.shape[heads]
     if q_heads % kv_heads:
         other = f"; with layout={_other(layout)!r} the heads would be axis {'-3' if layout == 'bshd' else '-2'}"
@@ -57,9 +59,13 @@ def _check_array(name, array, layout):
             "heads with .reshape(*batch, seq, heads, dim)"
         )
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {array.dtype}: attention computes in floating point; write {name}.astype(jnp.bfloat16)")
+        raise TypeError(
+            f"{name} has dtype {array.dtype}: attention computes in floating point; write {name}.astype(jnp.bfloat16)"
+        )
     if jnp.finfo(array.dtype).bits == 8:
-        raise TypeError(f"{name} has dtype {array.dtype}: float8 inputs are not supported yet; write {name}.astype(jnp.bfloat16)")
+        raise TypeError(
+            f"{name} has dtype {array.dtype}: float8 inputs are not supported yet; write {name}.astype(jnp.bfloat16)"
+        )
     if 0 in array.shape:
         raise ValueError(f"{name} has shape {array.shape}: an axis of size 0 leaves nothing to attend to")
 

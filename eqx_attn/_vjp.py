@@ -118,7 +118,9 @@ def _fold_operands(fold, mapped: Operands, operands: Operands) -> Operands:
     """Operands that have a batch axis are folded; the index arrays of the other dimensions stay as they are."""
     for name in ("head_index", "q_index", "kv_index"):
         if getattr(mapped, name):
-            raise NotImplementedError(f"{name} is mapped by jax.vmap: an index array belongs to its dimension, not to the batch")
+            raise NotImplementedError(
+                f"{name} is mapped by jax.vmap: an index array belongs to its dimension, not to the batch"
+            )
 
     def fold_field(name):
         x, is_mapped = getattr(operands, name), getattr(mapped, name)

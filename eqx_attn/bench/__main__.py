@@ -26,9 +26,6 @@ not run."""
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns the exit status."""
     options = _parser().parse_args(arguments)
-    # A CUDA graph may reach the profiler as one event of another kind. Read when a GPU is first used.
-    if "xla_gpu_enable_command_buffer" not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
     try:
         if options.list:
             return _list()
@@ -58,6 +55,9 @@ def _list() -> int:
 
 
 def _time(options: argparse.Namespace) -> int:
+    # A CUDA graph may reach the profiler as one event of another kind. Read when a GPU is first used.
+    if "xla_gpu_enable_command_buffer" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
     import jax
 
     from . import _run

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike
 
 from .. import Causal, Full, Mask, Segments, SlidingWindow
 from .._attention import operands_for, prepare
@@ -154,7 +154,7 @@ class Errors:
     fault: str
 
 
-def compare(name: str, found: Array, wanted: Array, dtype: str, dim: int, length: int) -> Errors:
+def compare(name: str, found: ArrayLike, wanted: ArrayLike, dtype: str, dim: int, length: int) -> Errors:
     """Both errors against their bounds. Where the oracle is 0 in a whole row, or -inf, the kernel has to be exact.
 
     A single element's error is allowed the same share of the largest magnitude, twice: terms may exceed their sum.

@@ -90,7 +90,9 @@ def _measure_apart(name: str, size: Size) -> dict[str, Any]:
 
 def measure(name: str, size: Size) -> dict[str, Any]:
     """Median seconds of a step after warming up, peak bytes, and the losses, in this process."""
-    options = {} if name == "eqx_attn" else dict(attention=_equinox_attention, make_mask=_dense_mask)
+    options: dict[str, Any] = {}
+    if name == "equinox":
+        options = dict(attention=_equinox_attention, make_mask=_dense_mask)
     model = GPT(256, size.width, size.depth, size.heads, **options, key=jax.random.key(0))
     state = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
     batch = (*_rows(size.length), jnp.float32(1e-4), size.dtype)
@@ -141,7 +143,8 @@ def table(results: dict[str, Any]) -> Table:
 def _main() -> None:
     name, output, *arguments = sys.argv[1:]
     given = dict(argument.removeprefix("--").split("=") for argument in arguments)
-    size = Size(**{key: value if key == "dtype" else int(value) for key, value in given.items()})
+    values: dict[str, Any] = {key: value if key == "dtype" else int(value) for key, value in given.items()}
+    size = Size(**values)
     Path(output).write_text(json.dumps(measure(name, size)))
 
 

@@ -1,0 +1,277 @@
+"""What `attention` would do with a call, without doing it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import equinox as eqx
+import jax
+import numpy as np
+from beartype import beartype
+
+from ._attention import operands_for, prepare
+from ._block_states import Band, block_states, HIDDEN, MASKED, passes_of, Tokens
+from ._call import Request, Route
+from ._context import current_context, target
+from ._kernels import is_checked_in
+from ._masks import as_mask, Full, Mask, parts, Segments
+from ._operands import Tile
+from ._resolve import absence, current_platform, IMPLEMENTATIONS, reasons_against, resolve
+from ._validate import check_arrays, check_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How many of the `total` blocks of scores of one head a kernel visits, and in how many it masks single scores.
+
+    Counted over `examples` of the batch: 1 where the mask is the same for all. `visited` and `masked` are None where
+    they depend on ids that are not known, those of a `Segments` that is traced or abstract.
+    """
+
+    visited: int | None
+    masked: int | None
+    total: int
+    examples: int
+
+    def __str__(self) -> str:
+        if self.visited is None:
+            return f"? of {self.total}, which depends on the ids"
+        over = f" over {self.examples} examples" if self.examples > 1 else ""
+        masked = f", {self.masked} of them masked" if self.masked else ""
+        return f"{self.visited} of {self.total}{over}{masked}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One kernel of the call: "forward", "dq" and so on, the tile that it runs with, the blocks that it visits."""
+
+    name: str
+    tile: Tile
+    blocks: Blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What serves a call of `attention`; `str(...)` is a report.
+
+    - `call`: shapes, dtype and mask, in words.
+    - `device`: what the call is lowered for.
+    - `implementation`: what serves it, or None where the implementation asked for cannot.
+    - `kernel`: the name of the generated kernel's spec; None for "xla" and "reference", which have none.
+    - `checked_in`: whether that kernel is in `generated/`; else it is rendered when the call is traced.
+    - `passes`: the kernels of forward and backward.
+    - `copies`: what is copied or transposed around the kernels.
+    - `others`: for every other implementation why it does not serve the call, or what it would be. Where the one asked
+        for cannot serve the call, it is among these, and `attention` raises with its reasons.
+    """
+
+    call: str
+    device: str
+    implementation: str | None
+    kernel: str | None
+    checked_in: bool | None
+    passes: tuple[Pass, ...]
+    copies: str
+    others: dict[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        lines = [("call", self.call), ("device", self.device)]
+        if self.implementation is None:
+            lines.append(("served by", "nothing: attention raises ValueError with the reasons below"))
+        else:
+            lines.append(("served by", self.implementation))
+        if self.kernel is not None:
+            lines.append(("kernel", f"{self.kernel} ({'checked in' if self.checked_in else 'rendered on demand'})"))
+        for part in self.passes:
+            lines.append(
+                (part.name, f"tile {_tile_words(part.tile, self.implementation)}; blocks visited {part.blocks}")
+            )
+        if self.implementation is not None:
+            lines.append(("copies", self.copies))
+        for name, reasons in self.others.items():
+            lines += [(f"not {name}", reason) for reason in reasons]
+        width = max(len(label) for label, _ in lines)
+        return "\n".join(f"{label:<{width}}  {words}" for label, words in lines)
+
+
+@beartype
+def explain(
+    query,
+    key,
+    value,
+    *,
+    mask=Full(),
+    scale=None,
+    layout: str = "bshd",
+    implementation: str | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    device: str | None = None,
+) -> Explanation:
+    """Which kernel serves `attention` with the same arguments, with which tiles and copies, and why no other does.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import eqx_attn
+    >>> query = key = value = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
+    >>> report = eqx_attn.explain(query, key, value, mask=eqx_attn.Causal(), device="sm_90a")
+    >>> report.kernel
+    'triton/bshd_causal_qk128_v128'
+
+    Runs and compiles nothing. Where a `Segments` holds arrays with values, visited blocks are counted from them.
+
+    **Arguments:** those of `attention`, where `jax.ShapeDtypeStruct`s may stand for arrays, and
+
+    - `device`: explain the call as inside `with eqx_attn.target(device)`: "sm_80", "sm_90a", "v6e" and so on. None is
+        the device that a call here would run on or be lowered for.
+
+    **Returns:** an `Explanation`.
+
+    **Raises:** ValueError or TypeError where the arguments do not fit one another, as `attention` does, or `device` is
+    unknown. An implementation that cannot serve the call does not raise: the report has the reasons.
+    """
+    check_arrays(query, key, value, layout)
+    check_scale(scale)
+    with target(device) if device is not None else contextlib.nullcontext():
+        return _explain(query, key, value, mask, layout, implementation, deterministic)
+
+
+def _explain(query, key, value, mask, layout, implementation, deterministic) -> Explanation:
+    request, band = _planned(query, key, value, mask, layout, deterministic)
+    against = {name: reasons_against(name, request) + absence(name, request) for name in IMPLEMENTATIONS}
+    route = None
+    if not against.get(implementation or ""):  # resolve knows what to say of a name that is unknown
+        call = resolve(request, implementation, warn=False)
+        route = dict(call.routes).get(current_platform(), call.default)
+    chosen = None if route is None else route.implementation
+    others = {name: tuple(reasons) or (_ALSO[name],) for name, reasons in against.items() if name != chosen}
+    spec = None if route is None else route.spec
+    tokens = _tokens(mask, query, layout, request)
+    return Explanation(
+        call=_call_words(request, band),
+        device=_device_words(),
+        implementation=chosen,
+        kernel=None if spec is None else spec.name,
+        checked_in=None if spec is None else is_checked_in(spec),
+        passes=() if route is None else tuple(_passes(route, request, band, tokens)),
+        copies="none" if route is None else _copies(route, request),
+        others=others,
+    )
+
+
+def _planned(query, key, value, mask, layout, deterministic) -> tuple[Request, Band]:
+    """What resolution looks at, and the bounds. The mask's arrays may be abstract: nothing is computed from them."""
+    planned = []
+
+    def plan(mask):
+        planned.append(prepare(query, key, value, as_mask(mask), layout, deterministic))
+
+    eqx.filter_eval_shape(plan, mask)
+    request, plan_of_mask = planned[-1]
+    operands = operands_for(plan_of_mask, scale=1.0)
+    return request, Band(operands.lower, operands.upper)
+
+
+def _tokens(mask, query, layout: str, request: Request) -> tuple[Tokens, Tokens] | None:
+    """The tokens of queries and keys as the kernels get them; None where the mask's `Segments` has no values here."""
+    pieces = parts(mask) if isinstance(mask, Mask) else []
+    segments = next((piece for piece in pieces if isinstance(piece, Segments)), None)
+    if segments is None or not all(map(_has_value, jax.tree.leaves(segments))):
+        return None
+
+    def flat(array, seq):
+        array = np.asarray(array).astype(np.int64)
+        return np.broadcast_to(array, (*query.shape[:-3], seq)).reshape(request.batch, seq)
+
+    sizes = (request.q_seq, request.kv_seq)
+    q_ids, kv_ids = (
+        np.maximum(flat(x, seq), 0) for x, seq in zip((segments.q_ids, segments.kv_ids), sizes, strict=True)
+    )
+    if request.mask == "full":
+        return Tokens(q_ids, None), Tokens(kv_ids, None)
+    q_positions, kv_positions = flat(segments.q_positions, request.q_seq), flat(segments.kv_positions, request.kv_seq)
+    if any(getattr(piece, "alignment", None) == "bottom_right" for piece in pieces):
+        q_positions = q_positions + np.stack([_surplus(*ids) for ids in zip(q_ids, kv_ids, strict=True)])
+    return Tokens(q_ids, q_positions), Tokens(kv_ids, kv_positions)
+
+
+def _surplus(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
+    """For each query, how many more keys than queries have its id."""
+    ids, at, q_counts = np.unique(q_ids, return_inverse=True, return_counts=True)
+    ordered = np.sort(kv_ids)
+    kv_counts = np.searchsorted(ordered, ids, "right") - np.searchsorted(ordered, ids, "left")
+    return (kv_counts - q_counts)[at]
+
+
+def _has_value(leaf) -> bool:
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+        return False
+    return getattr(leaf, "is_fully_addressable", True)
+
+
+def _passes(route: Route, request: Request, band: Band, tokens: tuple[Tokens, Tokens] | None) -> Iterator[Pass]:
+    for name, tile in passes_of(route, request).items():
+        states = block_states(route.implementation, name, tile, request, band, tokens)
+        yield Pass(name, tile, _count(states, request, tile))
+
+
+def _count(states: np.ndarray | None, request: Request, tile: Tile) -> Blocks:
+    if states is None:
+        total = -(-request.q_seq // tile.block_q) * -(-request.kv_seq // tile.block_kv)
+        return Blocks(None, None, total * request.batch, request.batch)
+    return Blocks(int((states != HIDDEN).sum()), int((states == MASKED).sum()), states.size, len(states))
+
+
+_ALSO = {
+    "pallas_tpu": "serves the call too",
+    "triton": "serves the call too",
+    "xla": "serves the call too, more slowly: blockwise JAX for any device",
+    "reference": "serves the call too, in memory that grows with q_seq * kv_seq: the oracle of tests",
+}
+
+
+def _copies(route: Route, request: Request) -> str:
+    """What lies between the caller's arrays and what the kernels read."""
+    if route.implementation == "triton" or (route.implementation == "pallas_tpu" and request.layout == "bhsd"):
+        return "none"
+    if route.implementation != "pallas_tpu":
+        return (
+            "none of its own: transposes and padding are XLA's to fuse"
+            if route.implementation == "xla"
+            else "the dense scores"
+        )
+    if request.qk_dim % 128 or request.v_dim % 128:
+        return (
+            "query, key, value (and dout) are transposed to bhsd before the kernels and results back, since a head dim "
+            "that is no multiple of 128 does not lie on the TPU's lanes; layout='bhsd' needs none"
+        )
+    return "none but the reshape to [batch, seq, heads * dim], which moves data unless the producer is a 2-d product"
+
+
+def _call_words(request: Request, band: Band) -> str:
+    def shape(seq, heads, dim):
+        order = (seq, heads, dim) if request.layout == "bshd" else (heads, seq, dim)
+        return f"[{', '.join(map(str, (request.batch, *order)))}]"
+
+    arrays = (
+        f"query {shape(request.q_seq, request.q_heads, request.qk_dim)}, "
+        f"key {shape(request.kv_seq, request.kv_heads, request.qk_dim)}, "
+        f"value {shape(request.kv_seq, request.kv_heads, request.v_dim)}"
+    )
+    bounds = {"full": "no bound on positions"}.get(request.mask) or "key position - query position "
+    if request.mask == "causal":
+        bounds += f"<= {band.upper}"
+    if request.mask == "window":
+        bounds += f"in [{band.lower}, {band.upper}]"
+    extra = (", segments" if request.segments else "") + (", a boolean array" if request.dense else "")
+    return f"{request.layout} {request.dtype}, {arrays}; mask: {bounds}{extra}"
+
+
+def _device_words() -> str:
+    context = current_context()
+    name = f"{context.target} (lowered for it)" if context.target else f"{jax.default_backend()} (the default backend)"
+    return name + (", interpreted on the CPU" if context.interpreting else "")
+
+
+def _tile_words(tile: Tile, implementation: str | None) -> str:
+    words = f"{tile.block_q} x {tile.block_kv}"
+    return f"{words}, {tile.num_warps} warps, {tile.num_stages} stages" if implementation == "triton" else words
