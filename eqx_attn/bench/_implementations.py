@@ -52,7 +52,7 @@ def implementations(case: Case, peers: tuple[str, ...]) -> list[Implementation]:
     return found
 
 
-def _jax_nn(peer: str, case: Case, **options: Any) -> Callable:
+def _jax_nn(peer: Any, case: Case, **options: Any) -> Callable:
     """`jax.nn.dot_product_attention`, causal by its flag unless a dense mask says it already."""
 
     def function(q, k, v, mask):

@@ -15,6 +15,7 @@ from .._call import Call, Route
 from .._codegen import KernelSpec
 from .._context import current_context
 from .._operands import Operands
+from .._masks import Alignment
 from .._reference import reference_attention, visible_keys
 from .._tuning import default_tiles
 from .._vjp import attend
@@ -29,7 +30,7 @@ class Shape:
 
     q_seq: int
     kv_seq: int
-    alignment: str = "top_left"
+    alignment: Alignment = "top_left"
 
 
 # Ragged both ways, and multiples of 16, which Triton compiles to other code.
