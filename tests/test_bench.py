@@ -117,6 +117,7 @@ def test_mistakes_are_one_sentence(arguments, message, capsys):
     assert message in shown and "Traceback" not in shown
 
 
+@pytest.mark.slow
 def test_train_step(tmp_path):
     """Both layers, each in its process, start from the same loss, since they are the same model."""
     output = tmp_path / "step.json"
@@ -151,6 +152,7 @@ def test_commit_is_what_is_given(monkeypatch):
 SPEC = KernelSpec.from_name("triton/bhsd_causal_qk64_v64_segments")
 
 
+@pytest.mark.slow
 def test_verification_has_dead_rows_padding_and_many_segments():
     for shape in _numerics.SHAPES:
         inputs = _numerics.make_inputs(SPEC, shape, "float16")

@@ -14,8 +14,8 @@ from .._attention import operands_for, prepare
 from .._call import Call, Route
 from .._codegen import KernelSpec
 from .._context import current_context
-from .._operands import Operands
 from .._masks import Alignment
+from .._operands import Operands
 from .._reference import reference_attention, visible_keys
 from .._tuning import default_tiles
 from .._vjp import attend
