@@ -75,7 +75,8 @@ def _row_states(implementation, request, sides, band: Band, segments) -> np.ndar
     (row_seq, row_block), (column_seq, column_block) = sides
     if segments is not None:
         states = _triton_segment_states if implementation == "triton" else _tpu_segment_states
-        return states(*segments, row_block, column_block, band)
+        row, column = segments
+        return states(row, column, row_block, column_block, band)
     if implementation == "pallas_tpu" and request.mask != "full":
         visits = band_kv_visits(row_seq, column_seq, row_block, column_block, lower=band.lower, upper=band.upper)
         return visits.states()
@@ -115,8 +116,8 @@ def _tpu_segment_states(row: Tokens, column: Tokens, row_block, column_block, ba
     states = []
     for r, c in zip(_blocks(row, row_block * join), _blocks(column, column_block * join), strict=True):
         seen, whole = _same_ids(r, c)
-        shared = _shared_ranges(r, c)
-        some, every = _bounds_hold(*shared, r.range_where(r.real), c.range_where(c.real), band)
+        row_shared, column_shared = _shared_ranges(r, c)
+        some, every = _bounds_hold(row_shared, column_shared, r.range_where(r.real), c.range_where(c.real), band)
         states.append(_states(seen & some, whole & every))
     return np.stack(states).repeat(join, axis=1).repeat(join, axis=2)[:, :rows, :columns]
 

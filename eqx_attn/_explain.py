@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from beartype import beartype
+from jax.core import Tracer
 
 from ._attention import operands_for, prepare
 from ._block_states import Band, block_states, HIDDEN, MASKED, passes_of, Tokens
@@ -16,6 +17,7 @@ from ._context import current_context, target
 from ._kernels import is_checked_in
 from ._masks import as_mask, Full, Mask, parts, Segments
 from ._operands import Tile
+from ._plan import UNBOUNDED
 from ._resolve import absence, current_platform, IMPLEMENTATIONS, reasons_against, resolve
 from ._validate import check_arrays, check_scale
 
@@ -89,7 +91,8 @@ class Explanation:
         if self.implementation is not None:
             lines.append(("copies", self.copies))
         for name, reasons in self.others.items():
-            lines += [(f"not {name}", reason) for reason in reasons]
+            label = "or" if reasons == (_ALSO.get(name),) else "not"
+            lines += [(f"{label} {name}", reason) for reason in reasons]
         width = max(len(label) for label, _ in lines)
         return "\n".join(f"{label:<{width}}  {words}" for label, words in lines)
 
@@ -203,7 +206,7 @@ def _surplus(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
 
 
 def _has_value(leaf) -> bool:
-    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+    if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
         return False
     return getattr(leaf, "is_fully_addressable", True)
 
@@ -222,10 +225,10 @@ def _count(states: np.ndarray | None, request: Request, tile: Tile) -> Blocks:
 
 
 _ALSO = {
-    "pallas_tpu": "serves the call too",
-    "triton": "serves the call too",
-    "xla": "serves the call too, more slowly: blockwise JAX for any device",
-    "reference": "serves the call too, in memory that grows with q_seq * kv_seq: the oracle of tests",
+    "pallas_tpu": "also serves the call",
+    "triton": "also serves the call",
+    "xla": "also serves the call: blockwise JAX for any device, slower than a kernel",
+    "reference": "also serves the call: the oracle of the tests, in memory that grows with q_seq * kv_seq",
 }
 
 
@@ -257,11 +260,11 @@ def _call_words(request: Request, band: Band) -> str:
         f"key {shape(request.kv_seq, request.kv_heads, request.qk_dim)}, "
         f"value {shape(request.kv_seq, request.kv_heads, request.v_dim)}"
     )
-    bounds = {"full": "no bound on positions"}.get(request.mask) or "key position - query position "
-    if request.mask == "causal":
-        bounds += f"<= {band.upper}"
-    if request.mask == "window":
-        bounds += f"in [{band.lower}, {band.upper}]"
+    bounds = "no bound on positions"
+    if request.mask != "full":
+        lower = "" if band.lower is None else f"{band.lower} <= "
+        upper = "" if band.upper in (None, UNBOUNDED) else f" <= {band.upper}"
+        bounds = f"{lower}key position - query position{upper}"
     extra = (", segments" if request.segments else "") + (", a boolean array" if request.dense else "")
     return f"{request.layout} {request.dtype}, {arrays}; mask: {bounds}{extra}"
 
