@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import textwrap
 from collections.abc import Iterator
 
 import equinox as eqx
@@ -20,6 +21,8 @@ from ._operands import Tile
 from ._plan import UNBOUNDED
 from ._resolve import absence, current_platform, IMPLEMENTATIONS, reasons_against, resolve
 from ._validate import check_arrays, check_scale
+
+_COLUMNS = 80  # of the report, as wide as a terminal that nobody has widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,19 @@ class Explanation:
             label = "or" if reasons == (_ALSO.get(name),) else "not"
             lines += [(f"{label} {name}", reason) for reason in reasons]
         width = max(len(label) for label, _ in lines)
-        return "\n".join(f"{label:<{width}}  {words}" for label, words in lines)
+        return "\n".join(_wrapped(f"{label:<{width}}  ", words) for label, words in lines)
+
+
+def _wrapped(label: str, words: str) -> str:
+    indent = " " * len(label)
+    return textwrap.fill(
+        words,
+        _COLUMNS,
+        initial_indent=label,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 @beartype
@@ -253,7 +268,7 @@ def _copies(route: Route, request: Request) -> str:
 def _call_words(request: Request, band: Band) -> str:
     def shape(seq, heads, dim):
         order = (seq, heads, dim) if request.layout == "bshd" else (heads, seq, dim)
-        return f"[{', '.join(map(str, (request.batch, *order)))}]"
+        return f"[{','.join(map(str, (request.batch, *order)))}]"
 
     arrays = (
         f"query {shape(request.q_seq, request.q_heads, request.qk_dim)}, "

@@ -1,7 +1,9 @@
 """The report on a call: it names what `attention` would run, counts what the kernels visit, and runs nothing."""
 
 import contextlib
+import doctest
 import functools
+import importlib
 
 import equinox as eqx
 import jax
@@ -70,7 +72,7 @@ def test_names_the_kernel_and_its_blocks(device, kernel):
         whole = kv_start + part.tile.block_kv - 1 <= q_start
         assert (part.blocks.visited, part.blocks.total) == (seen.sum(), seen.size)
         assert part.blocks.masked == (seen & ~whole).sum() and part.blocks.examples == 1
-    assert f"{kernel} (checked in)" in str(report) and "masked" in str(report)
+    assert f"{kernel} (checked in)" in " ".join(str(report).split()) and "masked" in str(report)
 
 
 def test_on_a_cpu_xla_serves_and_the_kernels_say_why_not():
@@ -102,7 +104,8 @@ def test_an_implementation_that_cannot_serve_is_reported():
     assert report.implementation is None and report.passes == ()
     reasons = " ".join(report.others["pallas_tpu"])
     assert "float16" in reasons and "multiples of 8" in reasons
-    assert "attention raises" in str(report) and reasons.split(";")[0] in str(report)
+    assert "attention raises" in str(report) and reasons.split(";")[0] in " ".join(str(report).split())
+    assert max(map(len, str(report).splitlines())) <= 80
 
 
 def test_a_default_that_falls_back_says_why_without_a_warning():
@@ -123,7 +126,7 @@ def test_unknown_segments_depend_on_the_ids():
     mask = eqx.filter_eval_shape(Segments, ids) & Causal()
     report = explain(*_shapes(), mask=mask, device="v6e")
     assert report.kernel == "pallas_tpu/bshd_causal_qk128_v128_segments"
-    assert report.passes[0].blocks.visited is None and "depends on the ids" in str(report)
+    assert report.passes[0].blocks.visited is None and "depends on the ids" in " ".join(str(report).split())
 
 
 def test_inside_a_traced_function():
@@ -140,7 +143,7 @@ def test_inside_a_traced_function():
     assert reports[0].passes[0].blocks.visited is None
     blocks = reports[1].passes[0].blocks
     assert blocks.visited == blocks.total // 4 and blocks.examples == 2 and blocks.masked == 0
-    assert f"{blocks.visited} of {blocks.total} over 2 examples" in str(reports[1])
+    assert f"{blocks.visited} of {blocks.total} over 2 examples" in " ".join(str(reports[1]).split())
 
 
 @functools.cache
@@ -221,7 +224,7 @@ def test_bands_are_counted_with_ragged_ends(implementation, mask, kernel):
 def test_windows_are_put_in_words():
     words = explain(*_shapes(), mask=SlidingWindow(256, None), device="v6e").call
     assert "-256 <= key position - query position" in words and str(2**30) not in words
-    assert "[2, 4096, 16, 128]" in words and "bfloat16" in words
+    assert "query [2,4096,16,128]" in words and "bfloat16" in words
 
 
 def test_interpreting_is_said():
@@ -260,3 +263,8 @@ def test_shapes_are_checked():
 def test_the_check_for_compilation_can_fail():
     with pytest.raises(AssertionError, match="backend_compile"), _no_compilation():
         jax.jit(lambda x: x * 2.5 + 1)(jnp.ones(7))
+
+
+def test_the_example_of_the_docstring_runs():
+    results = doctest.testmod(importlib.import_module("eqx_attn._explain"))
+    assert results.attempted > 3 and results.failed == 0
