@@ -179,5 +179,6 @@ def _mask_kind(plan: MaskPlan) -> str:
 def _reference(layout, q, k, v, operands):
     if layout == "bshd":
         return reference_attention(q, k, v, operands)
-    out, lse = reference_attention(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)), operands)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    out, lse = reference_attention(q, k, v, operands)
     return jnp.swapaxes(out, 1, 2), lse

@@ -133,7 +133,7 @@ def _blocks(q, k, tile) -> _Blocks:
     return _Blocks(batch, kv_heads, q_heads // kv_heads, q_seq, kv_seq, block_q, block_kv, wide)
 
 
-def _split_q(x, blocks, fill=0):
+def _split_q(x, blocks, fill: float = 0):
     """`[batch, q_heads, q_seq, dim]` as `[q_blocks, batch, kv_heads, group, block_q, dim]`."""
     x = _pad(x, 2, blocks.q_blocks * blocks.block_q, fill)
     x = x.reshape(blocks.batch, blocks.kv_heads, blocks.group, blocks.q_blocks, blocks.block_q, x.shape[-1])

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -51,7 +52,7 @@ def _compiled(**parameters):
 @_attention.def_abstract_eval
 def _abstract(*leaves, call, function, structure):
     shapes = jax.tree.leaves(_shapes(call, function, structure, _avals(leaves)))
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes]
+    return [ShapedArray(x.shape, x.dtype) for x in shapes]
 
 
 def _route(platform, *leaves, call, function, structure):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -118,7 +119,7 @@ def explain(
     key,
     value,
     *,
-    mask=Full(),
+    mask: Any = Full(),
     scale=None,
     layout: str = "bshd",
     implementation: str | None = None,

@@ -130,13 +130,14 @@ def _fold_operands(fold, mapped: Operands, operands: Operands) -> Operands:
 
     segments = operands.segments
     if segments is not None:
-        segments = SegmentOperands(*_fold_each(fold, mapped.segments, segments))
+        folded = dict(_fold_each(fold, mapped.segments, segments))
+        segments = dataclasses.replace(segments, **folded)
     return dataclasses.replace(
         operands, segments=segments, dense=fold_field("dense"), batch_index=fold_field("batch_index")
     )
 
 
-def _fold_each(fold, mapped: SegmentOperands, segments: SegmentOperands):
+def _fold_each(fold, mapped: SegmentOperands | None, segments: SegmentOperands):
     for field in dataclasses.fields(segments):
         x = getattr(segments, field.name)
-        yield None if x is None else fold(getattr(mapped, field.name), x)
+        yield field.name, None if x is None else fold(getattr(mapped, field.name), x)

@@ -38,20 +38,19 @@ def random_inputs(
 ) -> Inputs:
     """Normal arrays; the values are off centre, so that a lost weight shows in the output."""
     (q_heads, kv_heads), (qk_dim, v_dim) = heads, dims
-    keys = jax.random.split(key, 5)
+    generator = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # NumPy compiles nothing
 
-    def array(number, seq, heads, dim, mean=0.0):
-        x = jax.random.normal(keys[number], (*batch, seq, heads, dim), jnp.float32) + mean
-        return (x if layout == "bshd" else jnp.swapaxes(x, -3, -2)).astype(dtype)
+    def array(seq, heads, dim, mean=0.0):
+        x = generator.normal(mean, size=(*batch, seq, heads, dim))
+        return jnp.asarray((x if layout == "bshd" else np.swapaxes(x, -3, -2)).astype(jnp.dtype(dtype)))
 
+    lse_dtype = "float64" if dtype == "float64" else "float32"
     return Inputs(
-        query=array(0, q_seq, q_heads, qk_dim),
-        key=array(1, kv_seq, kv_heads, qk_dim),
-        value=array(2, kv_seq, kv_heads, v_dim, 0.5),
-        dout=array(3, q_seq, q_heads, v_dim),
-        dlse=jax.random.normal(keys[4], (*batch, q_heads, q_seq), jnp.float32).astype(
-            "float64" if dtype == "float64" else "float32"
-        ),
+        query=array(q_seq, q_heads, qk_dim),
+        key=array(kv_seq, kv_heads, qk_dim),
+        value=array(kv_seq, kv_heads, v_dim, 0.5),
+        dout=array(q_seq, q_heads, v_dim),
+        dlse=jnp.asarray(generator.normal(size=(*batch, q_heads, q_seq)).astype(lse_dtype)),
         layout=layout,
     )
 
@@ -133,11 +132,12 @@ def score_shape(inputs: Inputs) -> tuple[int, ...]:
 def expected(inputs: Inputs, mask, scale=None, product_eps=None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Each result with the error that it may have, both in float64 and in the arrays' layout.
 
-    The allowance is the first-order error of the algorithm: absolute values are summed where it sums values, times the
-    rounding (`wide` of the accumulator, float32 or float64; `narrow` of the arrays) and the square root of how many are
-    summed, since a rounding is as often up as down. A weight is, relatively, off by twice what its score is off by (its
-    row's sum is too). Weights and score gradients are rounded to the arrays' dtype before a product, and results at the
-    end; delta is made from an out that was rounded.
+    The allowance is the first-order error of the algorithm. Roundings are as often up as down, so a sum's terms bring
+    their errors in quadrature, and adding up n terms brings sqrt(n) roundings (`wide`: of the accumulator, float32 or
+    float64). A weight p = exp(score - lse) is off, relatively, by its score's error, and its row by the lse's, which its
+    elements share. Weights and score gradients are rounded to the arrays' dtype (`narrow`) before a product, results at
+    the end, and delta = out . dout - dlse is made from a rounded out. A rounding counts as one unit in the last place,
+    which is 3.5 standard deviations of it; the sum of all that is doubled for the worst of some 1e5 elements.
 
     `product_eps` is the rounding of the factors of a product where the precision asked for is below `highest`.
     """
@@ -169,18 +169,23 @@ def expected(inputs: Inputs, mask, scale=None, product_eps=None) -> dict[str, tu
     dp = dout @ v.mT
     ds = scale * p * (dp - delta)
 
-    score_error = (abs(scale) * (wide * np.sqrt(qk_dim) + factor) * np.where(seen, abs(q) @ abs(k).mT, 0)).max(-1)[
-        ..., None
-    ]
-    score_error = score_error + 2 * wide * np.where(alive, abs(lse), 0)
-    weight_error = 2 * score_error + narrow + factor + wide * np.sqrt(kv_seq)  # relative
-    delta_size = (abs(out) * abs(dout)).sum(-1, keepdims=True) + abs(dlse)[..., None]
-    delta_error = (weight_error + narrow + wide * np.sqrt(v_dim)) * ((p @ abs(v)) * abs(dout)).sum(-1, keepdims=True)
-    delta_error = delta_error + wide * delta_size
-    ds_error = p * (weight_error * (abs(dp) + abs(delta)) + delta_error)
-    ds_error = ds_error + p * (wide * np.sqrt(v_dim) + factor) * (abs(dout) @ abs(v).mT) + narrow * p * abs(dp - delta)
-    ds_error = abs(scale) * np.where(alive, ds_error, 0)
-    sum_error_q, sum_error_kv = wide * np.sqrt(q_seq * group) + factor, wide * np.sqrt(kv_seq) + factor
+    def norm(x, y):
+        """`x @ y` with its terms added in quadrature."""
+        return np.sqrt(x**2 @ y**2)
+
+    score_error = abs(scale) * (wide * np.sqrt(qk_dim) + factor) * norm(q, k.mT)
+    score_error = np.where(seen, score_error + 3 * wide * abs(np.where(seen, scores, 0)), 0)
+    row_error = np.sqrt(((p * score_error) ** 2).sum(-1, keepdims=True))
+    row_error = row_error + wide * (np.sqrt(kv_seq) + 3 * abs(np.where(alive, lse, 0)))
+    own_error = score_error + narrow + factor  # of a weight, besides its row's
+    shown = abs(scale) * p * abs(dp - delta)
+    dp_error = (wide * np.sqrt(v_dim) + factor) * norm(dout, v.mT)
+    delta_error = np.sqrt(((p * own_error * dp) ** 2).sum(-1, keepdims=True)) + row_error * abs(delta + dlse[..., None])
+    delta_error = delta_error + (narrow + wide * np.sqrt(v_dim)) * np.sqrt(((out * dout) ** 2).sum(-1, keepdims=True))
+    delta_error = np.where(alive, delta_error + wide * abs(dlse[..., None]), 0)
+    ds_error = own_error * shown + abs(scale) * p * dp_error
+    shared_error = row_error * shown + abs(scale) * p * delta_error
+    q_sum, kv_sum = wide * np.sqrt(q_seq * group) + factor, wide * np.sqrt(kv_seq) + factor
 
     def sum_heads(x):
         """Over the query heads that share a key/value head."""
@@ -194,15 +199,16 @@ def expected(inputs: Inputs, mask, scale=None, product_eps=None) -> dict[str, tu
         dv=sum_heads(p.mT @ dout),
     )
     allowed = dict(
-        out=(weight_error + sum_error_kv) * (p @ abs(v)),
-        lse=(score_error + wide * np.sqrt(kv_seq))[..., 0],
-        dq=(ds_error + sum_error_kv * abs(ds)) @ abs(k),
-        dk=sum_heads((ds_error + sum_error_q * abs(ds)).mT @ abs(q)),
-        dv=sum_heads(((weight_error + sum_error_q) * p).mT @ abs(dout)),
+        out=norm(p * (own_error + kv_sum), v) + row_error * abs(out),
+        lse=row_error[..., 0],
+        dq=norm(ds_error + kv_sum * abs(ds), k) + row_error * abs(ds @ k) + abs(scale) * delta_error * abs(p @ k),
+        dk=np.sqrt(sum_heads(norm((ds_error + shared_error + q_sum * abs(ds)).mT, q) ** 2)),
+        dv=np.sqrt(sum_heads(norm((p * (own_error + row_error + q_sum)).mT, dout) ** 2)),
     )
     for name in NAMES:
-        if name != "lse":
-            allowed[name] = allowed[name] + narrow * abs(values[name]) + float(finfo.smallest_subnormal)
+        rounding = wide if name == "lse" else narrow
+        allowed[name] = 2 * allowed[name] + rounding * abs(np.where(np.isinf(values[name]), 0, values[name]))
+        allowed[name] = allowed[name] + float(finfo.smallest_subnormal)
 
     def back(name, x):
         return x if heads_first or name == "lse" else np.swapaxes(x, -3, -2)

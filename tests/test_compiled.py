@@ -16,6 +16,7 @@ from codegen.verify import compile_spec, Platform, PLATFORMS
 def chosen(platform: Platform, day: int) -> list[tuple[KernelSpec, str]]:
     """A device for each spec that is not recorded as compiled for all of them, and for a tenth of the others.
 
+    Before `make verify` has recorded anything, only the tenth: all of them at once would take longer than the suite may.
     The tenth and the device change from day to day, so that ten runs on ten days compile every spec.
     """
     entries = COMPILED.read(generated_folder())
@@ -25,7 +26,7 @@ def chosen(platform: Platform, day: int) -> list[tuple[KernelSpec, str]]:
         recorded = COMPILED.lookup(entries, spec.name, body_digest(render(spec)))
         if (number + day) % 10 == 0:
             jobs.append((spec, device))
-        elif missing := [device for device in platform.devices if device not in recorded]:
+        elif entries and (missing := [device for device in platform.devices if device not in recorded]):
             jobs.append((spec, missing[day % len(missing)]))
     return jobs
 
