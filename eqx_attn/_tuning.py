@@ -32,6 +32,8 @@ def _triton_tiles(spec: KernelSpec, dtype: str) -> Tiles:
         return _hopper_tiles(spec, dim)
     if capability >= 100:
         return _BLACKWELL_TILES[dim]
+    if dim == 64 and spec.segments:
+        return _AMPERE_SEGMENT_TILES
     return _AMPERE_TILES[dim]
 
 
@@ -58,8 +60,9 @@ def _capability() -> int:
     return int(device.compute_capability.replace(".", "")) if device.platform == "gpu" else 80
 
 
+_AMPERE_SEGMENT_TILES = Tiles(Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2))
 _AMPERE_TILES = {
-    64: Tiles(Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     128: Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
