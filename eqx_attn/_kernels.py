@@ -59,6 +59,7 @@ def _rendered(spec: KernelSpec) -> Path:
     text = render(spec)
     path = cache_directory() / "kernels" / f"{spec.name}.py"
     try:
+        cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # one that is there is the user's to arrange
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (path.parent, path.parent.parent):
             _keep_private(folder)

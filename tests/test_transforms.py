@@ -291,11 +291,8 @@ def test_export_for_a_gpu_that_is_not_here():
     query, key = (jax.ShapeDtypeStruct((1, 128, heads, 64), jnp.float16) for heads in (4, 2))
     function = jax.grad(lambda q, k, v: attention(q, k, v, mask="causal").astype(jnp.float32).sum(), (0, 1, 2))
     with eqx_attn.target("sm_90a"):
-        exported = jax.export.export(
-            jax.jit(function),
-            platforms=["cuda"],
-            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")],
-        )(query, key, key)
+        unchecked = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
+        exported = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=unchecked)(query, key, key)
     text = exported.mlir_module()
     assert text.count("triton_kernel_call_ffi") == 3  # forward, dq, dkv
     assert [aval.shape for aval in exported.out_avals] == [query.shape, key.shape, key.shape]
