@@ -285,6 +285,7 @@ print("all right")
 """
 
 
+@pytest.mark.smoke
 def test_case_21_x64():
     """jax 18847: x64 mode, in a process of its own, of every implementation."""
     pytest.importorskip("triton")

@@ -159,6 +159,7 @@ def kernel_calls(function, *arguments):
     return sum(equation.primitive.name == "eqx_attention" for equation in equations(jaxpr.jaxpr))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "policy, calls",
     [
@@ -274,6 +275,7 @@ def test_filter_grad_of_a_module(random_key):
     assert_same((found.query, found.key, found.value), wanted)
 
 
+@pytest.mark.smoke
 def test_export_for_the_cpu(random_key):
     operands = (*arrays(random_key), ids())
     function = jax.jit(lambda *x: jax.value_and_grad(lambda q: call(q, *x[1:]).out.sum())(x[0]))

@@ -89,6 +89,7 @@ ONE_OF_EACH_MASK = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("spec", ONE_OF_EACH_MASK, ids=lambda spec: spec.name)
 def test_float16(spec, random_key):
     run(random_key, spec, masks_of(spec)[0], dtype="float16")
