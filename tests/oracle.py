@@ -5,6 +5,7 @@ Nothing here uses eqx_attn's own arithmetic, so that no mistake can be on both s
 
 import collections
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_attn
+from eqx_attn import _resolve, _tuning
 from eqx_attn._masks import And, Dense
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -218,19 +220,21 @@ def expected(inputs: Inputs, mask, scale=None, product_eps=None) -> dict[str, tu
 
 def results(inputs: Inputs, mask, **options) -> dict[str, np.ndarray]:
     """What `eqx_attn.attention` gives: outputs and the gradients of both of them."""
-
-    def call(query, key, value):
-        return eqx_attn.attention(query, key, value, mask=mask, layout=inputs.layout, return_lse=True, **options)
-
-    @jax.jit
-    def run(arrays, cotangents):
-        primal, pull_back = jax.vjp(call, *arrays)
-        return primal, pull_back(eqx_attn._attention.AttentionOutput(*cotangents))
-
-    (out, lse), grads = run(inputs.arrays, (inputs.dout, inputs.dlse))
+    tiles = _resolve.XLA_TILE, _tuning._triton_tiles  # tests replace them, which jit does not see
+    options = tuple(sorted(options.items()))
+    (out, lse), grads = _run(inputs.layout, options, tiles, mask, inputs.arrays, (inputs.dout, inputs.dlse))
     assert out.dtype == inputs.query.dtype and lse.dtype == inputs.dlse.dtype
     assert [grad.dtype for grad in grads] == [x.dtype for x in inputs.arrays]
     return dict(zip(NAMES, (np.asarray(x, np.float64) for x in (out, lse, *grads)), strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(layout, options, tiles, mask, arrays, cotangents):
+    def call(query, key, value):
+        return eqx_attn.attention(query, key, value, mask=mask, layout=layout, return_lse=True, **dict(options))
+
+    primal, pull_back = jax.vjp(call, *arrays)
+    return primal, pull_back(eqx_attn.AttentionOutput(*cotangents))
 
 
 def assert_matches(found: dict, wanted: dict, names=NAMES):
