@@ -9,7 +9,7 @@ import numpy as np
 
 from ._call import Request, Route
 from ._operands import Tile, Tiles
-from ._pallas import fit_block
+from ._tuning_tpu import fit_block
 from ._visits import _band_ranges, band_kv_visits, MAX_WORDS
 
 HIDDEN, MASKED, WHOLE = 0, 1, 2

@@ -8,23 +8,10 @@ from jaxtyping import Array
 
 from ._context import interpreting
 from ._operands import SegmentOperands
-
-LANES = 128
-"""A TPU's vector registers hold 8 rows (sublanes) of 128 lanes; block sizes are multiples of 128."""
+from ._tuning_tpu import fit_block as fit_block, LANES
 
 VMEM_LIMIT_BYTES = 48 * 2**20
 """What a kernel may use of a core's vector memory: 64 MiB on a v5p and a TPU7x, 128 MiB on a v5e and a v6e."""
-
-
-def fit_block(block: int, seq: int) -> int:
-    """The block size for `seq` rows: at most `block`, a multiple of 128, with little left over in the last block.
-
-    Raises `ValueError` unless `block` is a positive multiple of 128.
-    """
-    if block < LANES or block % LANES:
-        raise ValueError(f"a tile of {block} rows: TPU kernels take positive multiples of {LANES}")
-    blocks = -(-seq // block)
-    return -(-seq // (blocks * LANES)) * LANES
 
 
 def interpret_params() -> pltpu.InterpretParams | bool:

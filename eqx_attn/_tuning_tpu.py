@@ -3,6 +3,20 @@
 from ._codegen import KernelSpec, MaskKind
 from ._operands import Tile, Tiles
 
+LANES = 128
+"""A TPU's vector registers hold 8 rows (sublanes) of 128 lanes; block sizes are multiples of 128."""
+
+
+def fit_block(block: int, seq: int) -> int:
+    """The block size for `seq` rows: at most `block`, a multiple of 128, with little left over in the last block.
+
+    Raises `ValueError` unless `block` is a positive multiple of 128.
+    """
+    if block < LANES or block % LANES:
+        raise ValueError(f"a tile of {block} rows: TPU kernels take positive multiples of {LANES}")
+    blocks = -(-seq // block)
+    return -(-seq // (blocks * LANES)) * LANES
+
 
 def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> Tiles:
     """The tiles that `spec` runs with unless a tuned table says otherwise.
