@@ -90,7 +90,8 @@ def functions(spec: KernelSpec, device: str) -> list[tuple[Callable, tuple]]:
     from eqx_attn._tuning import default_tiles
 
     module = load_kernel(spec)
-    tiles = default_tiles(spec, "bfloat16", SEQ, SEQ)
+    with target(device):
+        tiles = default_tiles(spec, "bfloat16", SEQ, SEQ)
 
     def forward(q, k, v, operands):
         with target(device):
