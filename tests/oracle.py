@@ -18,6 +18,9 @@ from eqx_attn._masks import And, Dense
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
+jit = functools.partial(jax.jit, compiler_options=dict(xla_backend_optimization_level=0))
+"""For programs of tests, which are small and run once: compiling them is what takes the time."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
@@ -228,7 +231,7 @@ def results(inputs: Inputs, mask, **options) -> dict[str, np.ndarray]:
     return dict(zip(NAMES, (np.asarray(x, np.float64) for x in (out, lse, *grads)), strict=True))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jit, static_argnums=(0, 1, 2))
 def _run(layout, options, tiles, mask, arrays, cotangents):
     def call(query, key, value):
         return eqx_attn.attention(query, key, value, mask=mask, layout=layout, return_lse=True, **dict(options))
