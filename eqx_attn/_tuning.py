@@ -68,39 +68,6 @@ _AMPERE_SEGMENT_TILES = {
     128: Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
-_BLACKWELL_TILES[dim]
-    return (_AMPERE_SEGMENT_TILES if spec.segments else _AMPERE_TILES)[dim]
-
-
-def _hopper_tiles(spec: KernelSpec, dim: int) -> Tiles:
-    if dim == 64:
-        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32 if spec.segments else 64, 64, 4, 3))
-    if dim == 128:
-        whole = spec.mask == MaskKind.FULL and not spec.segments
-        forward = Tile(128, 128, 8, 3) if whole else Tile(64, 64, 4, 3)
-        dq = Tile(128, 64, 8, 3) if whole else Tile(64, 64, 4, 2)
-        return Tiles(forward, dq, Tile(32, 64, 4, 3))
-    forward = Tile(128, 64, 8, 2)
-    if spec.segments or spec.mask == MaskKind.WINDOW:
-        forward = Tile(64, 32, 8, 2) if spec.segments else Tile(64, 32, 4, 2)
-    return Tiles(forward, Tile(128, 32, 8, 2), Tile(16, 64, 4, 3))
-
-
-def _capability() -> int:
-    """The capability that is compiled for; 80 where there is none, under the interpreter."""
-    name = current_target()
-    if name is not None:
-        return CUDA_TARGETS.get(name, 80)
-    device = jax.local_devices()[0]
-    return int(device.compute_capability.replace(".", "")) if device.platform == "gpu" else 80
-
-
-_AMPERE_SEGMENT_TILES = Tiles(Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2))
-_AMPERE_TILES = {
-    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-    128: Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-    256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-}
 _BLACKWELL_TILES = {
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 32, 4, 3)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
