@@ -2,7 +2,7 @@
 
 import jax
 
-from ._codegen import KernelSpec, MaskKind, Target
+from ._codegen import KernelSpec, Layout, MaskKind, Target
 from ._context import CUDA_TARGETS, current_target
 from ._operands import Tile, Tiles
 from ._tuning_tpu import pallas_tpu_tiles
@@ -42,10 +42,12 @@ def _hopper_tiles(spec: KernelSpec, dim: int) -> Tiles:
         whole = spec.mask == MaskKind.FULL and not spec.segments
         forward = Tile(128, 128, 8, 3) if whole else Tile(64, 64, 4, 3)
         dq = Tile(128, 64, 8, 3) if whole else Tile(64, 64, 4, 2)
-        return Tiles(forward, dq, Tile(32, 64, 4, 3))
-    forward = Tile(128, 64, 8, 2)
-    if spec.segments or spec.mask == MaskKind.WINDOW:
-        forward = Tile(64, 32, 8, 2) if spec.segments else Tile(64, 32, 4, 2)
+        spills = whole and spec.layout == Layout.BHSD  # 16 bytes with the narrower tile, there alone
+        return Tiles(forward, dq, Tile(32, 128, 8, 3) if spills else Tile(32, 64, 4, 3))
+    if spec.segments:
+        forward = Tile(64, 32, 8, 2)
+    else:
+        forward = Tile(128, 64, 8, 2) if spec.mask == MaskKind.FULL else Tile(64, 32, 4, 2)
     return Tiles(forward, Tile(128, 32, 8, 2), Tile(16, 64, 4, 3))
 
 
