@@ -31,7 +31,7 @@ def _triton_tiles(spec: KernelSpec, dtype: str) -> Tiles:
     if capability == 90:
         return _hopper_tiles(spec, dim)
     if capability >= 100:
-        return _BLACKWELL_TILES[dim]
+        return (_BLACKWELL_SEGMENT_TILES if spec.segments else _BLACKWELL_TILES)[dim]
     return (_AMPERE_SEGMENT_TILES if spec.segments else _AMPERE_TILES)[dim]
 
 
@@ -71,9 +71,14 @@ _AMPERE_SEGMENT_TILES = {
     256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
 _BLACKWELL_TILES = {
-    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 32, 4, 3)),
-    128: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-    256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    128: Tiles(Tile(64, 32, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    256: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+}
+_BLACKWELL_SEGMENT_TILES = {
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
+    128: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    256: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
 _FLOAT32_TILES = {
     64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
