@@ -44,10 +44,9 @@ def _hopper_tiles(spec: KernelSpec, dim: int) -> Tiles:
         dq = Tile(128, 64, 8, 3) if whole else Tile(64, 64, 4, 2)
         spills = whole and spec.layout == Layout.BHSD  # 16 bytes with the narrower tile, there alone
         return Tiles(forward, dq, Tile(32, 128, 8, 3) if spills else Tile(32, 64, 4, 3))
-    if spec.segments:
-        forward = Tile(64, 32, 8, 2)
-    else:
-        forward = Tile(128, 64, 8, 2) if spec.mask == MaskKind.FULL else Tile(64, 32, 4, 2)
+    forward = Tile(64, 32, 8 if spec.segments else 4, 2)
+    if spec.mask == MaskKind.FULL and not spec.segments:
+        forward = Tile(128, 64, 8, 2)
     return Tiles(forward, Tile(128, 32, 8, 2), Tile(16, 64, 4, 3))
 
 
