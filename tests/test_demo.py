@@ -56,7 +56,8 @@ def test_text_is_packed_tightly_and_divided():
         name: {bytes(row[ids == 1].astype(np.uint8)) for row, ids in zip(part.tokens, part.segment_ids, strict=True)}
         for name, part in (("train", train), ("validation", validation))
     }
-    assert not {piece for piece in pieces["train"] & pieces["validation"] if len(piece) > 20}
+    # Rows are short here, so that a piece can be no more than an indentation, which any two texts share.
+    assert not {piece for piece in pieces["train"] & pieces["validation"] if len(piece.strip(b"\x00 \n")) > 20}
 
 
 def test_unigram_loss_is_the_cross_entropy_of_frequencies():
