@@ -20,10 +20,22 @@ class Target(enum.StrEnum):
 
 
 class Layout(enum.StrEnum):
-    """The order of the dimensions of query, key and value."""
+    """Where query, key and value lie.
+
+    `BSHD` and `BHSD`: three arrays `[batch, seq, heads, dim]` or `[batch, heads, seq, dim]`. `QKV`: one array
+    `[batch, seq, q_heads + 2 * kv_heads, dim]` whose heads are those of the query, then of the key, then of the value.
+    `KV`: a query as for `BSHD`, and one array `[batch, kv_seq, 2 * kv_heads, dim]`, the key's heads before the value's.
+    """
 
     BSHD = "bshd"
     BHSD = "bhsd"
+    QKV = "qkv"
+    KV = "kv"
+
+    @property
+    def packed(self) -> bool:
+        """Whether one array holds several of query, key and value."""
+        return self in (Layout.QKV, Layout.KV)
 
 
 class MaskKind(enum.StrEnum):
@@ -48,8 +60,17 @@ class SpecError(ValueError):
 class KernelSpec:
     """One kernel's text.
 
-    `qk_dim` and `v_dim` are the head dims of query/key and of value. `segments` adds, per token, an id (tokens see only
-    their own id) and, where the mask has a bound, a position that replaces the token's index.
+    `qk_dim` and `v_dim` are the head dims of query/key and of value. The options:
+
+    - `segments`: each token has an id (tokens see only their own id) and, where the mask has a bound, a position that
+        replaces the token's index.
+    - `blocks`: a boolean map says which blocks of keys a block of queries sees.
+    - `dense`: a boolean array says which keys a query sees.
+    - `bias`: an array is added to the scores; its gradient has a kernel of its own.
+    - `softcap`: scores are `cap * tanh(score / cap)`.
+    - `sinks`: a logit per head counts in the softmax's denominator.
+    - `dropout`: some weights are 0 and the others larger.
+    - `maxlogit`: the forward also returns each row's largest visible score.
     """
 
     target: Target
@@ -58,6 +79,13 @@ class KernelSpec:
     qk_dim: int
     v_dim: int
     segments: bool = False
+    blocks: bool = False
+    dense: bool = False
+    bias: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    maxlogit: bool = False
 
     @property
     def name(self) -> str:
@@ -93,11 +121,32 @@ class KernelSpec:
         for field in ("qk_dim", "v_dim"):
             dim = getattr(self, field)
             if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
-                return f"{field} is {dim}; kernels exist for multiples of 8 from 8 to {MAX_HEAD_DIM}"
+                return (
+                    f"{field} is {dim}; kernels exist for multiples of 8 from 8 to {MAX_HEAD_DIM}: pad the head dim with zeros "
+                    "to the next multiple of 8 and pass scale=qk_dim**-0.5"
+                )
+        if self.layout.packed and self.qk_dim != self.v_dim:
+            return f"qk_dim is {self.qk_dim} and v_dim {self.v_dim}; a packed array has one head dim"
+        missing = [option for option in self.options if option in _NOT_YET[self.target]]
+        if self.layout in _NOT_YET[self.target]:
+            missing.append(f"layout {self.layout}")
+        if missing:
+            return f"the kernels of {self.target} do not have {', '.join(missing)} yet"
         return None
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options that this kernel has."""
+        return tuple(field.name for field in _fields() if field.type is bool and getattr(self, field.name))
 
-_FORM = "a name reads target/layout_mask_qkDIM_vDIM[_segments], for instance triton/bshd_causal_qk128_v128"
+
+_NOT_YET: dict[Target, frozenset[str]] = {
+    Target.PALLAS_TPU: frozenset(("qkv", "kv", "blocks", "dense", "bias", "softcap", "sinks", "dropout", "maxlogit")),
+    Target.TRITON: frozenset(("qkv", "kv", "blocks", "dense", "bias", "softcap", "sinks", "dropout", "maxlogit")),
+}
+"""What the templates of a target cannot write."""
+
+_FORM = "a name reads target/layout_mask_qkDIM_vDIM[_option...], for instance triton/bshd_causal_qk128_v128_segments"
 
 
 def _fields() -> list[dataclasses.Field]:

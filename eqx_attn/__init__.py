@@ -1,14 +1,20 @@
 """Attention for JAX and Equinox whose kernels are written by templates."""
 
 from . import nn as nn
-from ._attention import attention as attention, AttentionOutput as AttentionOutput
+from ._attention import attention as attention
 from ._context import interpret as interpret, target as target
+from ._dropout import Dropout as Dropout
 from ._explain import explain as explain
 from ._masks import (
+    BlockSparse as BlockSparse,
     Causal as Causal,
+    Chunked as Chunked,
+    Dilated as Dilated,
     Full as Full,
     Mask as Mask,
+    PrefixLM as PrefixLM,
     Segments as Segments,
     SlidingWindow as SlidingWindow,
 )
 from ._merge import merge as merge
+from ._serve import AttentionOutput as AttentionOutput

@@ -59,9 +59,9 @@ def block_states(
     """
     if implementation == "xla":
         # Its loops skip by row numbers only, and every block that they visit is masked.
-        rows_decide = Band(None, None) if request.segments else band
+        rows_decide = Band(None, None) if "segments" in request.options else band
         return np.minimum(_band_states(request.q_seq, request.kv_seq, tile.block_q, tile.block_kv, rows_decide), MASKED)
-    if request.segments and segments is None:
+    if "segments" in request.options and segments is None:
         return None
     sides = ((request.q_seq, tile.block_q), (request.kv_seq, tile.block_kv))
     if kernel == "dk, dv":  # its rows are blocks of keys

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from . import _dropout
 from ._operands import Operands, Tile
+from ._reference import expand_blocks
 
 
 class _Blocks(NamedTuple):
@@ -36,11 +38,15 @@ class _Blocks(NamedTuple):
         return -(-self.kv_seq // self.block_kv)
 
 
-def forward(q: Array, k: Array, v: Array, operands: Operands, tile: Tile) -> tuple[Array, Array]:
-    """Output `[batch, q_heads, q_seq, v_dim]` and lse `[batch, q_heads, q_seq]` of arrays laid out `bhsd`."""
+def forward(q: Array, k: Array, v: Array, operands: Operands, tile: Tile) -> tuple[Array, ...]:
+    """Output `[batch, q_heads, q_seq, v_dim]` and lse `[batch, q_heads, q_seq]` of arrays laid out `bhsd`.
+
+    With `operands.max_logit` also each row's largest visible score.
+    """
     blocks = _blocks(q, k, tile)
     operands = _pad_operands(operands, blocks)
     q_rows, k_rows, v_rows = _split_q(q, blocks), _pad_kv(k, blocks), _pad_kv(v, blocks)
+    sinks = _per_head(operands.sinks, blocks)
 
     def attend(carry, block):
         i, q_block = block
@@ -52,20 +58,31 @@ def forward(q: Array, k: Array, v: Array, operands: Operands, tile: Tile) -> tup
         )
         step = functools.partial(_accumulate, q_block, k_rows, v_rows, operands, blocks, i)
         row_max, row_sum, acc = lax.fori_loop(first, last, step, start)
+        highest = row_max
+        if sinks is not None:
+            highest = jnp.maximum(row_max, sinks)
+            shift = jnp.where(highest == -jnp.inf, 0, highest)
+            correction = jnp.exp(row_max - shift)
+            row_sum, acc = row_sum * correction + jnp.exp(sinks - shift), acc * correction[..., None]
         seen = row_sum > 0
         out = acc / jnp.where(seen, row_sum, 1)[..., None]
-        lse = jnp.where(seen, row_max + jnp.log(jnp.where(seen, row_sum, 1)), -jnp.inf)
-        return carry, (out.astype(operands.out_dtype or q.dtype), lse)
+        lse = jnp.where(seen, highest + jnp.log(jnp.where(seen, row_sum, 1)), -jnp.inf)
+        return carry, (out.astype(operands.out_dtype or q.dtype), lse, row_max)
 
-    _, (out, lse) = lax.scan(attend, None, (jnp.arange(blocks.q_blocks, dtype=jnp.int32), q_rows))
-    return _join_q(out, blocks), _join_q(lse[..., None], blocks)[..., 0]
+    _, (out, lse, row_max) = lax.scan(attend, None, (jnp.arange(blocks.q_blocks, dtype=jnp.int32), q_rows))
+    rows = [_join_q(x[..., None], blocks)[..., 0] for x in ((lse, row_max) if operands.max_logit else (lse,))]
+    return _join_q(out, blocks), *rows
 
 
 def backward(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dlse: Array, operands: Operands, tile: Tile
-) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v, each in its array's shape and dtype (`bhsd`)."""
+) -> tuple[Array, ...]:
+    """Gradients of q, k and v, each in its array's shape and dtype (`bhsd`).
+
+    Then that of the bias, where `operands.bias_gradient`, and that of the sinks, where there are any.
+    """
     blocks = _blocks(q, k, tile)
+    bias, sinks = operands.bias if operands.bias_gradient else None, operands.sinks
     operands = _pad_operands(operands, blocks)
     k_rows, v_rows = _pad_kv(k, blocks), _pad_kv(v, blocks)
     delta = jnp.sum(out.astype(blocks.wide) * dout.astype(blocks.wide), axis=-1) - dlse
@@ -81,22 +98,41 @@ def backward(
         step = functools.partial(
             _differentiate, q_block, dout_block, lse_block, delta_block, k_rows, v_rows, operands, blocks, i
         )
-        dq, dk, dv = lax.fori_loop(first, last, step, (jnp.zeros(q_block.shape, blocks.wide), *carry))
-        return (dk, dv), dq.astype(q.dtype)
+        dq, *carry = lax.fori_loop(first, last, step, (jnp.zeros(q_block.shape, blocks.wide), *carry))
+        return tuple(carry), dq.astype(q.dtype)
 
-    start = (jnp.zeros(k_rows.shape, blocks.wide), jnp.zeros(v_rows.shape, blocks.wide))
-    (dk, dv), dq = lax.scan(
+    start = (
+        jnp.zeros(k_rows.shape, blocks.wide),
+        jnp.zeros(v_rows.shape, blocks.wide),
+        _no_bias_gradient(bias, operands),
+    )
+    (dk, dv, dbias), dq = lax.scan(
         attend, start, (jnp.arange(blocks.q_blocks, dtype=jnp.int32), q_rows, dout_rows, lse_rows, delta_rows)
     )
     dk, dv = dk[:, :, : blocks.kv_seq].astype(k.dtype), dv[:, :, : blocks.kv_seq].astype(v.dtype)
-    return _join_q(dq, blocks), dk, dv
+    grads = [_join_q(dq, blocks), dk, dv]
+    if bias is not None:
+        grads.append(dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype))
+    if sinks is not None:
+        grads.append(sinks_gradient(sinks, lse, delta))
+    return tuple(grads)
+
+
+def sinks_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
+    """In the shape of `sinks`: a sink's weight `exp(sink - lse)` in each row, times what the row gains by it, `-delta`."""
+    entries, heads = sinks.shape
+    of_rows = jnp.repeat(sinks, lse.shape[0] // entries, axis=0)[:, :, None]
+    alive = lse > -jnp.inf
+    weights = jnp.where(alive, jnp.exp(jnp.where(alive, of_rows - lse, 0)), 0)
+    grads = -jnp.sum(weights * delta, axis=2)
+    return grads.reshape(entries, -1, heads).sum(1).astype(sinks.dtype)
 
 
 def _accumulate(q_block, k_rows, v_rows, operands, blocks, i, j, carry):
     """One key block into (row_max, row_sum, acc) of query block i."""
     row_max, row_sum, acc = carry
     k_block, v_block = _kv_block(k_rows, blocks, j), _kv_block(v_rows, blocks, j)
-    scores = jnp.einsum("bhgqd,bhkd->bhgqk", q_block, k_block, preferred_element_type=blocks.wide) * operands.scale
+    scores, _ = _scores(q_block, k_block, operands, blocks, i, j)
     scores = jnp.where(_visible(operands, blocks, i, j), scores, -jnp.inf)
     new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
     # A row that has seen nothing keeps -inf; subtract 0 there, since -inf - -inf is no number.
@@ -104,25 +140,85 @@ def _accumulate(q_block, k_rows, v_rows, operands, blocks, i, j, carry):
     weights = jnp.exp(scores - shift[..., None])
     correction = jnp.exp(row_max - shift)
     product = jnp.einsum(
-        "bhgqk,bhkd->bhgqd", weights.astype(v_block.dtype), v_block, preferred_element_type=blocks.wide
+        "bhgqk,bhkd->bhgqd",
+        _dropped(weights, operands, blocks, i, j).astype(v_block.dtype),
+        v_block,
+        preferred_element_type=blocks.wide,
     )
     return new_max, row_sum * correction + jnp.sum(weights, axis=-1), acc * correction[..., None] + product
 
 
 def _differentiate(q_block, dout_block, lse_block, delta_block, k_rows, v_rows, operands, blocks, i, j, carry):
-    """One key block's part of dq, and query block i's part of that block's dk and dv."""
-    dq, dk, dv = carry
+    """One key block's part of dq, and query block i's part of that block's dk, dv and dbias."""
+    dq, dk, dv, dbias = carry
     k_block, v_block = _kv_block(k_rows, blocks, j), _kv_block(v_rows, blocks, j)
     product = functools.partial(jnp.einsum, preferred_element_type=blocks.wide)
-    scores = product("bhgqd,bhkd->bhgqk", q_block, k_block) * operands.scale
+    scores, slope = _scores(q_block, k_block, operands, blocks, i, j)
     seen = _visible(operands, blocks, i, j) & (lse_block > -jnp.inf)
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - lse_block, 0)), 0)
-    dweights = product("bhgqd,bhkd->bhgqk", dout_block, v_block)
-    dscores = (weights * (dweights - delta_block) * operands.scale).astype(q_block.dtype)
+    dweights = _dropped(product("bhgqd,bhkd->bhgqk", dout_block, v_block), operands, blocks, i, j)
+    dbias_block = weights * (dweights - delta_block)
+    dscores = (dbias_block * slope * operands.scale).astype(q_block.dtype)
     dq = dq + product("bhgqk,bhkd->bhgqd", dscores, k_block)
     dk = _add_to_block(dk, product("bhgqk,bhgqd->bhkd", dscores, q_block), blocks, j)
-    dv = _add_to_block(dv, product("bhgqk,bhgqd->bhkd", weights.astype(q_block.dtype), dout_block), blocks, j)
-    return dq, dk, dv
+    dropped = _dropped(weights, operands, blocks, i, j).astype(q_block.dtype)
+    dv = _add_to_block(dv, product("bhgqk,bhgqd->bhkd", dropped, dout_block), blocks, j)
+    return dq, dk, dv, _add_bias_gradient(dbias, dbias_block, blocks, i, j)
+
+
+def _scores(q_block, k_block, operands, blocks, i, j):
+    """The scores of a block and their derivative by what softcap was applied to."""
+    scores = jnp.einsum("bhgqd,bhkd->bhgqk", q_block, k_block, preferred_element_type=blocks.wide) * operands.scale
+    slope = 1.0
+    if operands.softcap is not None:
+        part = jnp.tanh(scores / operands.softcap)
+        scores, slope = operands.softcap * part, 1 - part**2
+    if operands.bias is not None:
+        scores = scores + _block_of(operands.bias, blocks, i, j).astype(blocks.wide)
+    return scores, slope
+
+
+def _dropped(x, operands, blocks, i, j):
+    """`x` where dropout keeps the weight, made larger, and 0 elsewhere."""
+    if operands.dropout_seed is None:
+        return x
+    q_index = lax.dynamic_slice_in_dim(operands.q_index, i * blocks.block_q, blocks.block_q)
+    kv_index = lax.dynamic_slice_in_dim(operands.kv_index, j * blocks.block_kv, blocks.block_kv)
+    kept = _dropout.kept(operands.dropout_seed, q_index, kv_index, operands.dropout_rate)
+    return jnp.where(kept.reshape(x.shape), x / (1 - operands.dropout_rate), 0)
+
+
+def _no_bias_gradient(bias, operands):
+    """Zeros to add the bias' gradient to, in the padded shape; None where it is not asked for.
+
+    A score's gradient belongs to one element of the bias. Only where queries or keys share elements are there sums over
+    blocks, and those are in float32.
+    """
+    if bias is None:
+        return None
+    shared = 1 in operands.bias.shape[2:]
+    return jnp.zeros(operands.bias.shape, jnp.promote_types(bias.dtype, jnp.float32) if shared else bias.dtype)
+
+
+def _add_bias_gradient(dbias, block, blocks, i, j):
+    if dbias is None:
+        return None
+    entries, heads, q_size, kv_size = dbias.shape
+    block = block.reshape(entries, -1, blocks.kv_heads * blocks.group, *block.shape[3:]).sum(1)
+    for axis, size in ((1, heads), (2, q_size), (3, kv_size)):
+        if size == 1:
+            block = block.sum(axis, keepdims=True)
+    start = (0, 0, i * blocks.block_q if q_size > 1 else 0, j * blocks.block_kv if kv_size > 1 else 0)
+    so_far = lax.dynamic_slice(dbias, start, block.shape)
+    return lax.dynamic_update_slice(dbias, (so_far + block).astype(dbias.dtype), start)
+
+
+def _per_head(sinks, blocks):
+    """`[entries, q_heads]` as `[batch, kv_heads, group, 1]`."""
+    if sinks is None:
+        return None
+    sinks = jnp.repeat(sinks, blocks.batch // sinks.shape[0], axis=0)
+    return sinks.reshape(blocks.batch, blocks.kv_heads, blocks.group, 1).astype(blocks.wide)
 
 
 def _blocks(q, k, tile) -> _Blocks:
@@ -171,7 +267,7 @@ def _pad(x, axis, size, fill):
 def _pad_operands(operands: Operands, blocks: _Blocks) -> Operands:
     """Metadata in whole blocks; what is added is padding, which sees nothing and is not seen."""
     q_size, kv_size = blocks.q_blocks * blocks.block_q, blocks.kv_blocks * blocks.block_kv
-    segments, dense = operands.segments, operands.dense
+    segments = operands.segments
     if segments is not None:
         has_positions = segments.q_positions is not None
         segments = type(segments)(
@@ -180,10 +276,24 @@ def _pad_operands(operands: Operands, blocks: _Blocks) -> Operands:
             _pad(segments.q_positions, 1, q_size, 0) if has_positions else None,
             _pad(segments.kv_positions, 1, kv_size, 0) if has_positions else None,
         )
-    if dense is not None:
-        dense = _pad(dense, 2, q_size, False) if dense.shape[2] > 1 else dense
-        dense = _pad(dense, 3, kv_size, False) if dense.shape[3] > 1 else dense
-    return dataclasses.replace(operands, segments=segments, dense=dense)
+
+    def pad_matrix(x, fill):
+        if x is None:
+            return None
+        x = _pad(x, 2, q_size, fill) if x.shape[2] > 1 else x
+        return _pad(x, 3, kv_size, fill) if x.shape[3] > 1 else x
+
+    def pad_index(index, size):
+        return None if index is None else _pad(index, 0, size, 0)
+
+    return dataclasses.replace(
+        operands,
+        segments=segments,
+        dense=pad_matrix(operands.dense, False),
+        bias=pad_matrix(operands.bias, 0),
+        q_index=pad_index(operands.q_index, q_size),
+        kv_index=pad_index(operands.kv_index, kv_size),
+    )
 
 
 def _kv_range(operands, blocks, i):
@@ -220,17 +330,28 @@ def _visible(operands, blocks, i, j):
         q_ids = lax.dynamic_slice_in_dim(segments.q_ids, q_start, blocks.block_q, axis=1)
         kv_ids = lax.dynamic_slice_in_dim(segments.kv_ids, kv_start, blocks.block_kv, axis=1)
         seen = seen & (q_ids[:, :, None] == kv_ids[:, None, :])[:, None, None]
+    if operands.blocks is not None:
+        # Rows and columns past the end take the last entry; they are hidden in any case.
+        entry = expand_blocks(operands.blocks, rows, columns)
+        seen = seen & _broadcast_heads(entry, blocks)
     if operands.dense is not None:
-        seen = seen & _dense_block(operands.dense, blocks, q_start, kv_start)
+        seen = seen & _block_of(operands.dense, blocks, i, j)
+    if operands.bias is not None:
+        seen = seen & (_block_of(operands.bias, blocks, i, j) > -jnp.inf)
     return seen
 
 
-def _dense_block(dense, blocks, q_start, kv_start):
-    if dense.shape[2] > 1:
-        dense = lax.dynamic_slice_in_dim(dense, q_start, blocks.block_q, axis=2)
-    if dense.shape[3] > 1:
-        dense = lax.dynamic_slice_in_dim(dense, kv_start, blocks.block_kv, axis=3)
-    batch, heads, rows, columns = dense.shape
-    if heads == 1:
-        return dense.reshape(batch, 1, 1, rows, columns)
-    return dense.reshape(batch, blocks.kv_heads, blocks.group, rows, columns)
+def _block_of(x, blocks, i, j):
+    """Of `[entries, q_heads, q_seq, kv_seq]` (of which all may be less), the part of one block, with one entry per example."""
+    if x.shape[2] > 1:
+        x = lax.dynamic_slice_in_dim(x, i * blocks.block_q, blocks.block_q, axis=2)
+    if x.shape[3] > 1:
+        x = lax.dynamic_slice_in_dim(x, j * blocks.block_kv, blocks.block_kv, axis=3)
+    return _broadcast_heads(x, blocks)
+
+
+def _broadcast_heads(x, blocks):
+    entries, heads, *matrix = x.shape
+    if entries > 1:
+        x = jnp.repeat(x, blocks.batch // entries, axis=0)
+    return x.reshape(x.shape[0], *((1, 1) if heads == 1 else (blocks.kv_heads, blocks.group)), *matrix)

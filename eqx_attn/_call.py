@@ -33,7 +33,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What resolution looks at: shapes, dtype and which features the call uses."""
+    """What resolution looks at: shapes, dtype and which features the call uses (`options`, as `KernelSpec` names them)."""
 
     layout: str
     dtype: str
@@ -45,10 +45,10 @@ class Request:
     qk_dim: int
     v_dim: int
     mask: str
-    segments: bool
-    dense: bool
+    options: tuple[str, ...] = ()
     deterministic: bool | None = None
 
     def spec(self, target: Any) -> KernelSpec:
         """The kernel of this request on `target`."""
-        return KernelSpec(target, Layout(self.layout), MaskKind(self.mask), self.qk_dim, self.v_dim, self.segments)
+        options = dict.fromkeys(self.options, True)
+        return KernelSpec(target, Layout(self.layout), MaskKind(self.mask), self.qk_dim, self.v_dim, **options)

@@ -12,15 +12,16 @@ import numpy as np
 from beartype import beartype
 from jax.core import Tracer
 
-from ._attention import operands_for, prepare
 from ._block_states import Band, block_states, HIDDEN, MASKED, passes_of, Tokens
 from ._call import Request, Route
 from ._context import current_context, target
+from ._dropout import Dropout
 from ._kernels import is_checked_in
-from ._masks import as_mask, Full, Mask, parts, Segments
-from ._operands import Tile
+from ._masks import as_mask, Full
+from ._operands import SegmentOperands, Tile
 from ._plan import UNBOUNDED
 from ._resolve import absence, current_platform, IMPLEMENTATIONS, reasons_against, resolve
+from ._serve import operands_for, Options, prepare, sizes_of
 from ._validate import check_arrays, check_scale
 
 _COLUMNS = 80  # of the report, as wide as a terminal that nobody has widened
@@ -120,11 +121,16 @@ def explain(
     value,
     *,
     mask: Any = Full(),
+    bias: Any = None,
+    sinks: Any = None,
+    softcap: float | int | None = None,
+    dropout: Dropout | None = None,
     scale=None,
     layout: str = "bshd",
     implementation: str | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     device: str | None = None,
 ) -> Explanation:
     """Which kernel serves `attention` with the same arguments, with which tiles and copies, and why no other does.
@@ -151,11 +157,13 @@ def explain(
     check_arrays(query, key, value, layout)
     check_scale(scale)
     with target(device) if device is not None else contextlib.nullcontext():
-        return _explain(query, key, value, mask, layout, implementation, deterministic)
+        options = Options(Full(), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit)
+        return _explain(query, key, value, mask, layout, options)
 
 
-def _explain(query, key, value, mask, layout, implementation, deterministic) -> Explanation:
-    request, band = _planned(query, key, value, mask, layout, deterministic)
+def _explain(query, key, value, mask, layout, options: Options) -> Explanation:
+    implementation = options.implementation
+    request, band, tokens = _planned(query, key, value, mask, layout, options)
     against = {name: reasons_against(name, request) + absence(name, request) for name in IMPLEMENTATIONS}
     route = None
     if not against.get(implementation or ""):  # resolve knows what to say of a name that is unknown
@@ -164,7 +172,6 @@ def _explain(query, key, value, mask, layout, implementation, deterministic) -> 
     chosen = None if route is None else route.implementation
     others = {name: tuple(reasons) or (_ALSO[name],) for name, reasons in against.items() if name != chosen}
     spec = None if route is None else route.spec
-    tokens = _tokens(mask, query, layout, request)
     return Explanation(
         call=_call_words(request, band),
         device=_device_words(),
@@ -177,48 +184,36 @@ def _explain(query, key, value, mask, layout, implementation, deterministic) -> 
     )
 
 
-def _planned(query, key, value, mask, layout, deterministic) -> tuple[Request, Band]:
-    """What resolution looks at, and the bounds. The mask's arrays may be abstract: nothing is computed from them."""
-    planned = []
+def _planned(query, key, value, mask, layout, options) -> tuple[Request, Band, tuple[Tokens, Tokens] | None]:
+    """What resolution looks at, the bounds, and the tokens that the kernels get, where their values are known.
+
+    The mask's arrays may be abstract: then nothing is computed from them.
+    """
+    sizes, planned = sizes_of(query, key, value, layout), []
 
     def plan(mask):
-        planned.append(prepare(query, key, value, as_mask(mask), layout, deterministic))
+        planned.append(prepare(sizes, layout, dataclasses.replace(options, mask=as_mask(mask))))
+        return planned[-1][1].segments
 
-    eqx.filter_eval_shape(plan, mask)
+    if all(map(_has_value, jax.tree.leaves(mask))):
+        with jax.ensure_compile_time_eval():
+            segments = plan(mask)
+    else:
+        eqx.filter_eval_shape(plan, mask)
+        segments = None
     request, plan_of_mask = planned[-1]
     operands = operands_for(plan_of_mask, scale=1.0)
-    return request, Band(operands.lower, operands.upper)
+    return request, Band(operands.lower, operands.upper), None if segments is None else _tokens(segments)
 
 
-def _tokens(mask, query, layout: str, request: Request) -> tuple[Tokens, Tokens] | None:
-    """The tokens of queries and keys as the kernels get them; None where the mask's `Segments` has no values here."""
-    pieces = parts(mask) if isinstance(mask, Mask) else []
-    segments = next((piece for piece in pieces if isinstance(piece, Segments)), None)
-    if segments is None or not all(map(_has_value, jax.tree.leaves(segments))):
-        return None
+def _tokens(segments: SegmentOperands) -> tuple[Tokens, Tokens]:
+    def wide(x):
+        return None if x is None else np.asarray(x).astype(np.int64)
 
-    def flat(array, seq):
-        array = np.asarray(array).astype(np.int64)
-        return np.broadcast_to(array, (*query.shape[:-3], seq)).reshape(request.batch, seq)
-
-    sizes = (request.q_seq, request.kv_seq)
-    q_ids, kv_ids = (
-        np.maximum(flat(x, seq), 0) for x, seq in zip((segments.q_ids, segments.kv_ids), sizes, strict=True)
+    return (
+        Tokens(np.maximum(wide(segments.q_ids), 0), wide(segments.q_positions)),
+        Tokens(np.maximum(wide(segments.kv_ids), 0), wide(segments.kv_positions)),
     )
-    if request.mask == "full":
-        return Tokens(q_ids, None), Tokens(kv_ids, None)
-    q_positions, kv_positions = flat(segments.q_positions, request.q_seq), flat(segments.kv_positions, request.kv_seq)
-    if any(getattr(piece, "alignment", None) == "bottom_right" for piece in pieces):
-        q_positions = q_positions + np.stack([_surplus(*ids) for ids in zip(q_ids, kv_ids, strict=True)])
-    return Tokens(q_ids, q_positions), Tokens(kv_ids, kv_positions)
-
-
-def _surplus(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
-    """For each query, how many more keys than queries have its id."""
-    ids, at, q_counts = np.unique(q_ids, return_inverse=True, return_counts=True)
-    ordered = np.sort(kv_ids)
-    kv_counts = np.searchsorted(ordered, ids, "right") - np.searchsorted(ordered, ids, "left")
-    return (kv_counts - q_counts)[at]
 
 
 def _has_value(leaf) -> bool:
@@ -281,8 +276,20 @@ def _call_words(request: Request, band: Band) -> str:
         lower = "" if band.lower is None else f"{band.lower} <= "
         upper = "" if band.upper in (None, UNBOUNDED) else f" <= {band.upper}"
         bounds = f"{lower}key position - query position{upper}"
-    extra = (", segments" if request.segments else "") + (", a boolean array" if request.dense else "")
+    extra = "".join(f", {_OPTION_WORDS[option]}" for option in request.options)
     return f"{request.layout} {request.dtype}, {arrays}; mask: {bounds}{extra}"
+
+
+_OPTION_WORDS = dict(
+    segments="segments",
+    blocks="a map of blocks",
+    dense="a boolean array",
+    bias="with a bias",
+    softcap="with a softcap",
+    sinks="with sinks",
+    dropout="with dropout",
+    maxlogit="with the largest score",
+)
 
 
 def _device_words() -> str:

@@ -117,6 +117,84 @@ class Segments(Mask):
         return cls(q_ids, ids_from_lengths(_integers("kv_lengths", kv_lengths), kv_seq))
 
 
+class PrefixLM(Mask):
+    """A query sees the keys at its own position and before, and all keys of the prefix.
+
+    **Arguments:**
+
+    - `prefix`: integers that broadcast to `[*batch]`, how many positions from the first on belong to the prefix (of each
+        segment, with `Segments`); or booleans `[*batch, kv_seq]`, True for keys of the prefix.
+    - `alignment`: as for `Causal`.
+    """
+
+    prefix: Integer[Array, "*batch"] | Bool[Array, "*batch kv_seq"]
+    alignment: Alignment = eqx.field(static=True, default="top_left")
+
+    def __init__(self, prefix, alignment: Alignment = "top_left"):
+        _check_alignment(alignment)
+        prefix = jnp.asarray(prefix)
+        if prefix.dtype != jnp.bool_ and not jnp.issubdtype(prefix.dtype, jnp.integer):
+            raise TypeError(f"PrefixLM's prefix has dtype {prefix.dtype}: give lengths (integers) or booleans per key")
+        self.prefix = prefix
+        self.alignment = alignment
+
+
+class Chunked(Mask):
+    """A query sees the keys of its own chunk: positions are cut into chunks of `size`, from position 0 on.
+
+    `Causal() & Chunked(8192)` is the local attention of Llama 4. `alignment` as for `Causal`. Raises ValueError where `size`
+    is below 1.
+    """
+
+    size: int = eqx.field(static=True)
+    alignment: Alignment = eqx.field(static=True, default="top_left")
+
+    def __check_init__(self):
+        _check_alignment(self.alignment)
+        _check_count("Chunked's size", self.size)
+
+
+class Dilated(Mask):
+    """A query sees every `step`-th key, counted from its own position in both directions.
+
+    `SlidingWindow(255 * 4, 0) & Dilated(4)` sees 256 keys, four apart. `alignment` as for `Causal`. Raises ValueError where
+    `step` is below 1.
+    """
+
+    step: int = eqx.field(static=True)
+    alignment: Alignment = eqx.field(static=True, default="top_left")
+
+    def __check_init__(self):
+        _check_alignment(self.alignment)
+        _check_count("Dilated's step", self.step)
+
+
+class BlockSparse(Mask):
+    """A map says which blocks of keys each block of queries sees. Blocks that it hides cost nothing.
+
+    **Arguments:**
+
+    - `seen`: booleans that broadcast to `[*batch, q_heads, q_blocks, kv_blocks]`, traced or not.
+    - `block_size`: the queries and the keys of a block, an integer for both or a pair. Blocks count from token 0 by row
+        numbers, also with `Segments`; the last one may be cut off. Multiples of 128 are served best.
+    """
+
+    seen: Bool[Array, "..."]
+    block_size: tuple[int, int] = eqx.field(static=True)
+
+    def __init__(self, seen, block_size: int | tuple[int, int] = 128):
+        seen = jnp.asarray(seen)
+        if seen.dtype != jnp.bool_ or seen.ndim < 2:
+            raise TypeError(
+                f"BlockSparse's seen has shape {seen.shape} and dtype {seen.dtype}: give booleans "
+                "[..., q_blocks, kv_blocks]"
+            )
+        sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+        for size in sizes:
+            _check_count("BlockSparse's block_size", size)
+        self.seen, self.block_size = seen, sizes
+
+
 class Dense(Mask):
     """A boolean array, True where a query sees a key; broadcasts to `[*batch, q_heads, q_seq, kv_seq]`."""
 
@@ -160,6 +238,11 @@ def parts(mask: Mask) -> list[Mask]:
 def _check_alignment(alignment):
     if alignment not in ("top_left", "bottom_right"):
         raise ValueError(f"alignment is {alignment!r}: it is 'top_left' or 'bottom_right'")
+
+
+def _check_count(what, count):
+    if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{what} is {count!r}: give an int >= 1")
 
 
 def _integers(name: str, values) -> Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from beartype import beartype
 from jaxtyping import Array, Float, jaxtyped
 
-from ._attention import AttentionOutput
+from ._serve import AttentionOutput
 
 
 @jaxtyped(typechecker=beartype)
@@ -26,7 +26,7 @@ def merge(
     >>> first = eqx_attn.attention(query, key[:3], value[:3], return_lse=True)
     >>> second = eqx_attn.attention(query, key[3:], value[3:], return_lse=True)
     >>> whole = eqx_attn.attention(query, key, value)
-    >>> bool(jnp.allclose(eqx_attn.merge(*first, *second).out, whole, atol=1e-5))
+    >>> bool(jnp.allclose(eqx_attn.merge(*first[:2], *second[:2]).out, whole, atol=1e-5))
     True
 
     Computed in float32 (float64 for float64 inputs), differentiable; a part that saw no key (lse -inf, whatever its output

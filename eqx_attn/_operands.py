@@ -3,7 +3,8 @@
 import dataclasses
 
 import jax
-from jaxtyping import Array, Bool, Int32
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 
 @jax.tree_util.register_dataclass
@@ -23,29 +24,64 @@ class SegmentOperands:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class BlockOperands:
+    """Which blocks of keys each block of queries may see; a block is `rows` queries by `columns` keys, the last cut off.
+
+    `seen` is `[batch, q_heads, q_blocks, kv_blocks]`, of which batch and q_heads may be less, as for `Operands.dense`.
+    """
+
+    seen: Bool[Array, "_ _ q_blocks kv_blocks"]
+    rows: int = dataclasses.field(metadata=dict(static=True))
+    columns: int = dataclasses.field(metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Operands:
     """Everything a kernel takes besides query, key, value and tile sizes.
 
-    A key is visible where `lower <= kv_position - q_position <= upper` (a bound of None always holds) and, with
-    segments, where the ids are equal. Positions are the segments' or, without segments, the row numbers.
+    The score of a query and a key is `softcap(scale * q . k) + bias`. The key is visible where
+    `lower <= kv_position - q_position <= upper` (a bound of None always holds) and, with segments, where the ids are
+    equal, and where `blocks` and `dense` say so. Positions are the segments' or, without segments, the row numbers.
 
-    `dense` is a boolean array, True where visible, that broadcasts to `[batch, q_heads, q_seq, kv_seq]`.
+    `dense` (True where visible) and `bias` are `[batch, q_heads, q_seq, kv_seq]` and may have 1 in the place of each of the
+    last three. Their batch size, like that of `blocks.seen` and `sinks`, is a divisor of the batch: as many examples
+    after one another as the batch is larger share an entry (`shared_index`).
 
-    The index arrays hold the *global* index along the dimension that they name (an example's number in the batch, and so
-    on). They follow their dimension through vmap, shards and ring hops; a kernel never derives a global index from a
-    program id. None where nothing depends on them.
+    `max_logit` says that the forward also returns the largest visible score of each row, float32 `[batch, q_heads, q_seq]`.
+    `sinks` are logits that count in the denominator of each row of their head. `bias_gradient` says that the backward
+    returns the gradient of the bias. `heads_of_kv` is the number of key/value heads, where an array is packed.
+
+    `dropout_rate` of the weights become 0, those whose hash of (`dropout_seed` of the example and head, `q_index`,
+    `kv_index`) is low (`_dropout`), and the others grow by `1 / (1 - dropout_rate)`.
+
+    The index arrays hold the *global* index along the dimension that they name. They follow their dimension through vmap,
+    shards and ring hops; a kernel never derives a global index from a program id. None where nothing depends on them.
+    Those of batch and heads are in `dropout_seed`.
     """
 
     scale: float = dataclasses.field(metadata=dict(static=True))
     lower: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     upper: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     out_dtype: str | None = dataclasses.field(default=None, metadata=dict(static=True))
+    softcap: float | None = dataclasses.field(default=None, metadata=dict(static=True))
+    dropout_rate: float = dataclasses.field(default=0.0, metadata=dict(static=True))
+    bias_gradient: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    max_logit: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    heads_of_kv: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     segments: SegmentOperands | None = None
+    blocks: BlockOperands | None = None
     dense: Bool[Array, "_ _ _ _"] | None = None
-    batch_index: Int32[Array, " batch"] | None = None
-    head_index: Int32[Array, " q_heads"] | None = None
+    bias: Float[Array, "_ _ _ _"] | None = None
+    sinks: Float32[Array, "_ q_heads"] | None = None
+    dropout_seed: UInt32[Array, "batch q_heads"] | None = None
     q_index: Int32[Array, " q_seq"] | None = None
     kv_index: Int32[Array, " kv_seq"] | None = None
+
+
+def shared_index(batch: int, entries: int):
+    """Which of an operand's `entries` each example of a batch uses: `[batch]`, consecutive examples share one."""
+    return jnp.arange(batch) // (batch // entries)
 
 
 @dataclasses.dataclass(frozen=True)

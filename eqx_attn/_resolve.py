@@ -68,14 +68,9 @@ def reasons_against(implementation: str, request: Request) -> list[str]:
             f"query, key and value are {request.dtype}; the kernels of {implementation} compute in {', '.join(dtypes)}: "
             "cast the three arrays"
         )
-    if request.dense:
-        reasons.append(
-            "mask holds a boolean array, which only 'xla' and 'reference' read: where it is causality, a window, padding or "
-            "documents, say so with eqx_attn.Causal, SlidingWindow or Segments"
-        )
     refusal = request.spec(Target(implementation)).refusal()
     if refusal is not None:
-        reasons.append(f"{refusal}: pad the head dim with zeros to the next multiple of 8 and pass scale=qk_dim**-0.5")
+        reasons.append(refusal)
     return reasons
 
 

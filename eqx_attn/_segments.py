@@ -34,3 +34,14 @@ def count_of_ids(ids: Int32[Array, "*batch seq"], wanted: Int32[Array, "*batch o
     in_order = jnp.sort(ids)
     until = jnp.searchsorted(in_order, wanted, side="right")
     return (until - jnp.searchsorted(in_order, wanted, side="left")).astype(jnp.int32)
+
+
+def refine_ids(ids: Int32[Array, "*batch seq"], numbers: Int32[Array, "*batch seq"]) -> Int32[Array, "*batch seq"]:
+    """New ids, equal where both `ids` and `numbers` are, from 1 on; ids <= 0 stay 0."""
+    if ids.ndim > 1:
+        return jax.vmap(refine_ids)(ids, numbers)
+    order = jnp.lexsort((numbers, ids))
+    sorted_ids, sorted_numbers = ids[order], numbers[order]
+    changes = (sorted_ids[1:] != sorted_ids[:-1]) | (sorted_numbers[1:] != sorted_numbers[:-1])
+    rank = jnp.concatenate([jnp.ones((1,), jnp.int32), 1 + jnp.cumsum(changes, dtype=jnp.int32)])[: ids.shape[0]]
+    return jnp.where(ids > 0, jnp.zeros_like(ids).at[order].set(rank), 0)

@@ -2,6 +2,8 @@
 
 import jax.numpy as jnp
 
+from ._dropout import Dropout
+
 LAYOUTS = {"bshd": "[*batch, seq, heads, dim]", "bhsd": "[*batch, heads, seq, dim]"}
 
 
@@ -47,6 +49,49 @@ def check_scale(scale) -> None:
         raise TypeError(
             f"scale is a {type(scale).__name__}: it is a Python number or None (qk_dim**-0.5); multiply query by a traced or "
             "learned scale, and pass scale=1.0"
+        )
+
+
+def check_bias(bias) -> None:
+    """Raises TypeError where `bias` is no floating array."""
+    if bias is None:
+        return
+    if not hasattr(bias, "shape") or not hasattr(bias, "dtype"):
+        raise TypeError(
+            f"bias is a {type(bias).__name__}: give an array that broadcasts to [*batch, q_heads, q_seq, kv_seq]"
+        )
+    if bias.dtype == jnp.bool_:
+        raise TypeError("bias has dtype bool: it is added to the scores; give a boolean array as mask")
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias has dtype {bias.dtype}: it is added to the scores; write bias.astype(jnp.float32)")
+
+
+def check_sinks(sinks, q_heads: int) -> None:
+    """Raises TypeError or ValueError where `sinks` is not one floating logit per query head."""
+    if sinks is None:
+        return
+    if not hasattr(sinks, "shape") or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        found = getattr(sinks, "dtype", type(sinks).__name__)
+        raise TypeError(f"sinks is {found}: give a floating array of one logit per query head")
+    if sinks.shape != (q_heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}: there are {q_heads} query heads, so give shape ({q_heads},)")
+
+
+def check_softcap(softcap) -> None:
+    """Raises where `softcap` is no positive Python number."""
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float):
+        raise TypeError(f"softcap is a {type(softcap).__name__}: it is a Python number or None")
+    if not softcap > 0:
+        raise ValueError(f"softcap is {softcap}: it bounds the scores' size, so give a number above 0, or None")
+
+
+def check_dropout(dropout) -> None:
+    """Raises TypeError where `dropout` is no `Dropout`."""
+    if dropout is not None and not isinstance(dropout, Dropout):
+        raise TypeError(
+            f"dropout is a {type(dropout).__name__}: give eqx_attn.Dropout(rate, key), with a key of jax.random"
         )
 
 

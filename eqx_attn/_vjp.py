@@ -6,11 +6,13 @@ and calls itself; inside, the dispatch on the platform that is lowered for.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array
 
 from . import _blockwise
@@ -18,126 +20,189 @@ from ._call import Call, Route
 from ._context import resume
 from ._dispatch import by_platform
 from ._kernels import load_kernel
-from ._operands import Operands, SegmentOperands, Tile
+from ._operands import Operands, Tile
+
+Arrays = tuple[Array, ...]
+"""Query, key and value, or fewer arrays where some of them are packed, in the order of `call.layout`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """The operands that have gradients, as in `Operands`."""
+
+    bias: Array | None = None
+    sinks: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
-def attend(call: Call, q: Array, k: Array, v: Array, operands: Operands) -> tuple[Array, Array]:
-    """Output and lse of arrays with one batch axis in `call.layout`; jitted, so that equal layers are traced once.
+def attend(call: Call, arrays: Arrays, operands: Operands, learned: Learned = Learned()) -> Arrays:
+    """Output, lse and, where the operands ask for it, each row's largest score, of arrays with one batch axis.
 
-    The residuals `out` and `lse` carry the names "eqx_attn_out" and "eqx_attn_lse" for `jax.checkpoint` policies.
+    Jitted, so that equal layers are traced once. The residuals `out` and `lse` carry the names "eqx_attn_out" and
+    "eqx_attn_lse" for `jax.checkpoint` policies.
     """
-    return _attend(call, q, k, v, operands)
+    return _attend(call, arrays, learned, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call, q, k, v, operands):
-    return _batched_forward(call)(q, k, v, operands)
+def _attend(call, arrays, learned, operands):
+    return _batched_forward(call)(arrays, _with(operands, learned))
 
 
-def _attend_forward(call, q, k, v, operands):
-    out, lse = _batched_forward(call)(q, k, v, operands)
+def _attend_forward(call, arrays, learned, operands):
+    wants_bias = learned.bias is not None and learned.bias.perturbed
+    arrays, learned, operands = jax.tree.map(
+        lambda primal: primal.value, (arrays, learned, operands), is_leaf=_is_primal
+    )
+    operands = dataclasses.replace(_with(operands, learned), bias_gradient=wants_bias)
+    out, lse, *max_logit = _batched_forward(call)(arrays, operands)
     out, lse = checkpoint_name(out, "eqx_attn_out"), checkpoint_name(lse, "eqx_attn_lse")
-    return (out, lse), (q, k, v, out, lse, operands)
+    return (out, lse, *max_logit), (arrays, out, lse, operands)
 
 
 def _attend_backward(call, residuals, cotangents):
-    q, k, v, out, lse, operands = residuals
-    dout, dlse = cotangents
-    return (*_batched_backward(call)(q, k, v, out, lse, dout, dlse, operands), None)
+    arrays, out, lse, operands = residuals
+    dout, dlse = (_instantiate(x) for x in cotangents[:2])
+    operands = dataclasses.replace(operands, max_logit=False)
+    arrays_grads, learned_grads = _batched_backward(call)(arrays, operands, out, lse, dout, dlse)
+    return arrays_grads, Learned(*learned_grads), None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+def _is_primal(x):
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _instantiate(cotangent):
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _with(operands: Operands, learned: Learned) -> Operands:
+    return dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks)
 
 
 @functools.cache
 def _batched_forward(call: Call):
-    return _fold_mapped_axis(functools.partial(by_platform, call, _forward_on))
+    return _fold_mapped_axis(functools.partial(by_platform, call, _forward_on), gradients=False)
 
 
 @functools.cache
 def _batched_backward(call: Call):
-    return _fold_mapped_axis(functools.partial(by_platform, call, _backward_on))
+    return _fold_mapped_axis(functools.partial(by_platform, call, _backward_on), gradients=True)
 
 
-def _forward_on(call: Call, route: Route, q, k, v, operands):
+def _forward_on(call: Call, route: Route, arrays, operands):
     with resume(call.context):
         if route.spec is not None:
-            return load_kernel(route.spec).forward(q, k, v, operands, route.tiles)
+            return tuple(load_kernel(route.spec).forward(*arrays, operands, route.tiles))
         assert isinstance(route.tiles, Tile)
-        q, k, v = (_heads_first(x, call.layout) for x in (q, k, v))
-        out, lse = _blockwise.forward(q, k, v, operands, route.tiles)
-        return _heads_first(out, call.layout), lse
+        q, k, v = unpacked(arrays, call.layout, operands.heads_of_kv)
+        out, *others = _blockwise.forward(*(_heads_first(x, call.layout) for x in (q, k, v)), operands, route.tiles)
+        return _heads_first(out, call.layout), *others
 
 
-def _backward_on(call: Call, route: Route, q, k, v, out, lse, dout, dlse, operands):
+def _backward_on(call: Call, route: Route, arrays, operands, out, lse, dout, dlse):
+    """The gradients of the arrays, and those of bias and sinks, None where there are none."""
     with resume(call.context):
         if route.spec is not None:
-            return load_kernel(route.spec).backward(q, k, v, out, lse, dout, dlse, operands, route.tiles)
-        assert isinstance(route.tiles, Tile)
-        q, k, v, out, dout = (_heads_first(x, call.layout) for x in (q, k, v, out, dout))
-        grads = _blockwise.backward(q, k, v, out, lse, dout, dlse, operands, route.tiles)
-        return tuple(_heads_first(grad, call.layout) for grad in grads)
+            grads = load_kernel(route.spec).backward(*arrays, out, lse, dout, dlse, operands, route.tiles)
+        else:
+            assert isinstance(route.tiles, Tile)
+            q, k, v = unpacked(arrays, call.layout, operands.heads_of_kv)
+            q, k, v, out, dout = (_heads_first(x, call.layout) for x in (q, k, v, out, dout))
+            grads = _blockwise.backward(q, k, v, out, lse, dout, dlse, operands, route.tiles)
+            packed_grads = packed([_heads_first(grad, call.layout) for grad in grads[:3]], call.layout)
+            grads = (*packed_grads, *grads[3:])
+    *arrays_grads, others = *grads[: len(arrays)], list(grads[len(arrays) :])
+    dbias = others.pop(0) if operands.bias_gradient else None
+    dsinks = others.pop(0) if operands.sinks is not None else None
+    return tuple(arrays_grads), (dbias, dsinks)
+
+
+def unpacked(arrays: Arrays, layout: str, heads_of_kv: int | None) -> Arrays:
+    """Query, key and value, sliced out of packed arrays."""
+    if layout == "qkv":
+        (qkv,) = arrays
+        q_heads = qkv.shape[2] - 2 * heads_of_kv
+        return tuple(jnp.split(qkv, (q_heads, q_heads + heads_of_kv), axis=2))
+    if layout == "kv":
+        return arrays[0], *jnp.split(arrays[1], 2, axis=2)
+    return arrays
+
+
+def packed(arrays: Sequence[Array], layout: str) -> Arrays:
+    """Inverse of `unpacked`."""
+    if layout == "qkv":
+        return (jnp.concatenate(arrays, axis=2),)
+    if layout == "kv":
+        return arrays[0], jnp.concatenate(arrays[1:], axis=2)
+    return tuple(arrays)
 
 
 def _heads_first(x: Array, layout: str) -> Array:
     """`bshd` to `bhsd` and back."""
-    return jnp.swapaxes(x, 1, 2) if layout == "bshd" else x
+    return x if layout == "bhsd" else jnp.swapaxes(x, 1, 2)
 
 
-def _fold_mapped_axis(function):
-    """`function(*arrays, operands)` with a batching rule: the mapped axis becomes part of the batch.
+def _fold_mapped_axis(function, gradients: bool):
+    """`function(arrays, operands, *others)` with a batching rule: the mapped axis becomes part of the batch.
 
-    Unmapped arrays are broadcast over it. The rule calls the batched function again, so that nested maps fold one by one.
+    What is not mapped is broadcast over it; an operand that all examples share stays one, but where its gradient is
+    computed (`gradients`), of which there is one per mapped index. The rule calls the batched function again, so that
+    nested maps fold one by one.
     """
     batched = custom_vmap(function)
 
-    def rule(size, is_mapped, *arguments):
-        *arrays, operands = arguments
-        *mapped_arrays, mapped_operands = is_mapped
-        batch = arrays[0].shape[1 if mapped_arrays[0] else 0]
-        fold = functools.partial(_fold, size, batch)
-        folded = [fold(mapped, x) for mapped, x in zip(mapped_arrays, arrays, strict=True)]
-        results = batched(*folded, _fold_operands(fold, mapped_operands, operands))
-        unfolded = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), results)
+    def rule(size, is_mapped, arrays, operands, *others):
+        mapped_arrays, mapped_operands, *mapped_others = is_mapped
+        fold = functools.partial(_fold, size)
+        arrays, others = (
+            jax.tree.map(fold, mapped, values)
+            for mapped, values in ((mapped_arrays, arrays), (tuple(mapped_others), others))
+        )
+        results = batched(arrays, _fold_operands(fold, mapped_operands, operands, gradients), *others)
+        unfolded = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
         return unfolded, jax.tree.map(lambda _: True, results)
 
     batched.def_vmap(rule)
     return batched
 
 
-def _fold(size: int, batch: int, mapped: bool, x: Array) -> Array:
+def _fold(size: int, mapped: bool, x: Array) -> Array:
     """`x` with batch axis `size * batch`, from `[size, batch, ...]` where mapped and `[batch, ...]` where not."""
-    rest = x.shape[2:] if mapped else x.shape[1:]
     if not mapped:
-        x = x[None]
-    return jnp.broadcast_to(x, (size, batch, *rest)).reshape(size * batch, *rest)
+        x = jnp.broadcast_to(x[None], (size, *x.shape))
+    return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
-def _fold_operands(fold, mapped: Operands, operands: Operands) -> Operands:
+def _fold_operands(fold, mapped: Operands, operands: Operands, gradients: bool) -> Operands:
     """Operands that have a batch axis are folded; the index arrays of the other dimensions stay as they are."""
-    for name in ("head_index", "q_index", "kv_index"):
+    for name in ("q_index", "kv_index"):
         if getattr(mapped, name):
             raise NotImplementedError(
                 f"{name} is mapped by jax.vmap: an index array belongs to its dimension, not to the batch"
             )
+    has_gradient = dict(bias=gradients and operands.bias_gradient, sinks=gradients)
 
-    def fold_field(name):
-        x, is_mapped = getattr(operands, name), getattr(mapped, name)
-        if x is None or (x.shape[0] == 1 and not is_mapped and name == "dense"):
-            return x  # one dense mask for all examples stays one
+    def fold_field(name, of=operands, mapped=mapped):
+        x, is_mapped = getattr(of, name), getattr(mapped, name)
+        shared = name in ("dense", "bias", "sinks", "seen") and not has_gradient.get(name, False)
+        if x is None or (shared and not is_mapped and x.shape[0] == 1):
+            return x
         return fold(is_mapped, x)
 
-    segments = operands.segments
+    segments, blocks = operands.segments, operands.blocks
     if segments is not None:
-        folded = dict(_fold_each(fold, mapped.segments, segments))
+        names = [field.name for field in dataclasses.fields(segments)]
+        folded = {name: fold_field(name, segments, mapped.segments) for name in names}
         segments = dataclasses.replace(segments, **folded)
-    return dataclasses.replace(
-        operands, segments=segments, dense=fold_field("dense"), batch_index=fold_field("batch_index")
-    )
-
-
-def _fold_each(fold, mapped: SegmentOperands | None, segments: SegmentOperands):
-    for field in dataclasses.fields(segments):
-        x = getattr(segments, field.name)
-        yield field.name, None if x is None else fold(getattr(mapped, field.name), x)
+    if blocks is not None:
+        blocks = dataclasses.replace(blocks, seen=fold_field("seen", blocks, mapped.blocks))
+    names = ("dense", "bias", "sinks", "dropout_seed")
+    folded = {name: fold_field(name) for name in names}
+    return dataclasses.replace(operands, segments=segments, blocks=blocks, **folded)

@@ -225,7 +225,7 @@ def results(inputs: Inputs, mask, **options) -> dict[str, np.ndarray]:
     """What `eqx_attn.attention` gives: outputs and the gradients of both of them."""
     tiles = _resolve.XLA_TILE, _tuning._triton_tiles  # tests replace them, which jit does not see
     options = tuple(sorted(options.items()))
-    (out, lse), grads = _run(inputs.layout, options, tiles, mask, inputs.arrays, (inputs.dout, inputs.dlse))
+    (out, lse, _), grads = _run(inputs.layout, options, tiles, mask, inputs.arrays, (inputs.dout, inputs.dlse))
     assert out.dtype == inputs.query.dtype and lse.dtype == inputs.dlse.dtype
     assert [grad.dtype for grad in grads] == [x.dtype for x in inputs.arrays]
     return dict(zip(NAMES, (np.asarray(x, np.float64) for x in (out, lse, *grads)), strict=True))

@@ -210,7 +210,7 @@ def test_merge(layout, random_key):
 
 def test_merge_ignores_what_a_dead_part_holds(random_key):
     query, key, value = oracle.random_inputs(random_key, 3, 5).arrays
-    out, lse = attention(query, key, value, return_lse=True)
+    out, lse, _ = attention(query, key, value, return_lse=True)
     nothing = jnp.full_like(lse, -jnp.inf)
     nan, inf = jnp.full_like(out, jnp.nan), jnp.full_like(out, jnp.inf)
     for merged in (merge(out, lse, nan, nothing), merge(inf, nothing, out, lse)):
@@ -222,7 +222,7 @@ def test_merge_ignores_what_a_dead_part_holds(random_key):
 
 def test_merge_is_in_float32(random_key):
     query, key, value = oracle.random_inputs(random_key, 3, 5, dtype="bfloat16").arrays
-    out, lse = attention(query, key, value, return_lse=True)
+    out, lse, _ = attention(query, key, value, return_lse=True)
     merged = merge(out, lse, out, lse)
     assert merged.out.dtype == jnp.bfloat16 and merged.lse.dtype == jnp.float32
     np.testing.assert_allclose(merged.lse, lse + np.log(2.0), rtol=1e-6)
@@ -231,7 +231,7 @@ def test_merge_is_in_float32(random_key):
 
 def test_merge_names_what_does_not_fit(random_key):
     query, key, value = oracle.random_inputs(random_key, 3, 5).arrays
-    out, lse = attention(query, key, value, return_lse=True)
+    out, lse, _ = attention(query, key, value, return_lse=True)
     with pytest.raises(
         ValueError, match=r"lse_b has shape \(2, 3, 4\), but out_b .* \[\*batch, q_heads, q_seq\] = \(2, 4, 3\)"
     ):

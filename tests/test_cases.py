@@ -20,9 +20,9 @@ import pytest
 
 import eqx_attn
 from eqx_attn import attention, Causal, Full, Segments, SlidingWindow
-from eqx_attn._attention import operands_for, prepare
 from eqx_attn._codegen import REPOSITORY
 from eqx_attn._operands import Tile, Tiles
+from eqx_attn._serve import operands_for, Options, prepare, sizes_of
 
 IMPLEMENTATIONS = ("xla", "triton", "pallas_tpu")
 
@@ -343,7 +343,7 @@ def test_case_23_the_kernel_chosen_for_a_device_has_the_mask(device, random_key)
     if device == "sm_90a":
         pytest.importorskip("triton")
     with eqx_attn.target(device):
-        request, plan = prepare(*small(random_key, 20, 30).arrays, CASE_23, "bshd", None)
+        request, plan = prepare(sizes_of(*small(random_key, 20, 30).arrays, "bshd"), "bshd", Options(CASE_23))
         spec = eqx_attn._resolve.resolve(request, None).default.spec
     operands = operands_for(plan, 0.25)
     assert (spec.mask, spec.segments, operands.lower, operands.upper) == ("window", True, -4, 2)

@@ -13,10 +13,10 @@ import pytest
 
 import eqx_attn
 from eqx_attn import Causal, explain, Segments, SlidingWindow
-from eqx_attn._attention import operands_for, prepare
 from eqx_attn._block_states import Band, block_states
 from eqx_attn._explain import _tokens
 from eqx_attn._operands import Tile
+from eqx_attn._serve import operands_for, Options, prepare, sizes_of
 from eqx_attn._summaries import block_summary, visible_blocks, visited_ranges
 from eqx_attn._visits import segment_kv_visits, segment_q_visits
 
@@ -162,7 +162,7 @@ def test_segments_are_counted_as_the_kernels_count(bands, number):
     segments = Segments(_ids(q_seq, number, 0), _ids(kv_seq, number, 1))
     mask = functools.reduce(lambda a, b: a & b, bands, segments)
     query, key, value = _shapes(q_seq, kv_seq)
-    request, plan = prepare(query, key, value, mask, "bshd", None)
+    request, plan = prepare(sizes_of(query, key, value, "bshd"), "bshd", Options(mask))
     operands = operands_for(plan, 1.0)
     band, tokens = Band(operands.lower, operands.upper), _tokens(mask, query, "bshd", request)
     for kernel, visits in (("dq", segment_kv_visits), ("dk, dv", segment_q_visits)):
@@ -191,7 +191,7 @@ def _triton_states(plan, operands, tile, of):
 def test_large_tables_of_segments_have_joined_blocks():
     ids = np.arange(128 * 300) // 1000 + 1
     segments, tile = Segments(ids), Tile(128, 128)
-    request, plan = prepare(*_shapes(len(ids), batch=(1,)), segments, "bshd", None)
+    request, plan = prepare(sizes_of(*_shapes(len(ids), batch=(1,)), "bshd"), "bshd", Options(segments))
     tokens = _tokens(segments, _shapes(len(ids), batch=(1,))[0], "bshd", request)
     visits = segment_kv_visits(plan.segments, 128, 128)
     assert visits.join > 1
@@ -205,7 +205,7 @@ def test_large_tables_of_segments_have_joined_blocks():
 def test_bands_are_counted_with_ragged_ends(implementation, mask, kernel):
     """Every visible pair is in a visited block, blocks without a mask are whole, and no row of blocks has idle ones."""
     q_seq, kv_seq, tile = 100, 150, Tile(16, 32)
-    request, plan = prepare(*_shapes(q_seq, kv_seq), mask, "bshd", None)
+    request, plan = prepare(sizes_of(*_shapes(q_seq, kv_seq), "bshd"), "bshd", Options(mask))
     operands = operands_for(plan, 1.0)
     states = block_states(implementation, kernel, tile, request, Band(operands.lower, operands.upper), None)
     distance = np.arange(160) - np.arange(112)[:, None]

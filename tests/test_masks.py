@@ -8,13 +8,12 @@ import oracle
 import pytest
 from hypothesis import strategies as st
 
-import eqx_attn
 from eqx_attn import Causal, Full, Segments, SlidingWindow
-from eqx_attn._attention import operands_for
 from eqx_attn._masks import as_mask
 from eqx_attn._plan import plan_mask
 from eqx_attn._reference import visible_keys
 from eqx_attn._segments import count_of_ids, ranks_within_ids
+from eqx_attn._serve import operands_for, Options, prepare, sizes_of
 
 ALIGNMENTS = ("top_left", "bottom_right")
 
@@ -232,9 +231,9 @@ def test_bad_input(build, error, message):
 def test_a_window_beyond_the_lengths_is_no_window():
     """Its kernel would compare positions for nothing."""
     query = key = jax.ShapeDtypeStruct((8, 2, 64), jnp.float32)
-    request, plan = eqx_attn._attention.prepare(query, key, key, SlidingWindow(7, 7), "bshd", None)
+    request, plan = prepare(sizes_of(query, key, key, "bshd"), "bshd", Options(SlidingWindow(7, 7)))
     assert (request.mask, plan.lower, plan.upper) == ("full", None, None)
-    request, plan = eqx_attn._attention.prepare(query, key, key, SlidingWindow(7, 6), "bshd", None)
+    request, plan = prepare(sizes_of(query, key, key, "bshd"), "bshd", Options(SlidingWindow(7, 6)))
     assert (request.mask, plan.lower, plan.upper) == ("causal", None, 6)
-    request, plan = eqx_attn._attention.prepare(query, key, key, SlidingWindow(6, 6), "bshd", None)
+    request, plan = prepare(sizes_of(query, key, key, "bshd"), "bshd", Options(SlidingWindow(6, 6)))
     assert (request.mask, plan.lower, plan.upper) == ("window", -6, 6)

@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from .. import Causal, Full, Mask, Segments, SlidingWindow
-from .._attention import operands_for, prepare
 from .._call import Call, Route
 from .._codegen import KernelSpec
 from .._context import current_context
 from .._masks import Alignment
 from .._operands import Operands
 from .._reference import reference_attention, visible_keys
+from .._serve import operands_for, Options, prepare, sizes_of
 from .._tuning import default_tiles
 from .._vjp import attend
 
@@ -85,7 +85,9 @@ def make_inputs(spec: KernelSpec, shape: Shape, dtype: str) -> Inputs:
     k = random(keys[1], shape.kv_seq, KV_HEADS, spec.qk_dim)
     v = random(keys[2], shape.kv_seq, KV_HEADS, spec.v_dim)
     dout = random(keys[3], shape.q_seq, Q_HEADS, spec.v_dim)
-    request, plan = prepare(q, k, v, mask_of(spec, shape), str(spec.layout), True)
+    layout = str(spec.layout)
+    options = Options(mask_of(spec, shape), deterministic=True)
+    request, plan = prepare(sizes_of(q, k, v, layout), layout, options)
     if request.spec(spec.target) != spec:
         raise AssertionError(f"the inputs made for {spec.name} belong to {request.spec(spec.target).name}")
     operands = operands_for(plan, spec.qk_dim**-0.5)
@@ -107,7 +109,7 @@ def computed(inputs: Inputs) -> tuple[Array, ...]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _computed(call, q, k, v, dout, dlse, operands):
-    (out, lse), pullback = jax.vjp(lambda q, k, v: attend(call, q, k, v, operands), q, k, v)
+    (out, lse), pullback = jax.vjp(lambda q, k, v: attend(call, (q, k, v), operands), q, k, v)
     return (out, lse, *pullback((dout, dlse)))
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from .._masks import Mask
-from .._operands import Operands
 from .._plan import plan_mask
 from .._reference import visible_keys
+from .._serve import operands_for
 
 
 def attention_with_dropout(
@@ -41,6 +41,5 @@ def attention_with_dropout(
 
 
 def _visible(mask: Mask, q_heads: int, q_seq: int, kv_seq: int) -> Bool[Array, "q_heads q_seq kv_seq"]:
-    plan = plan_mask(mask, (), q_heads, q_seq, kv_seq)
-    operands = Operands(scale=1.0, lower=plan.lower, upper=plan.upper, segments=plan.segments, dense=plan.dense)
+    operands = operands_for(plan_mask(mask, (), q_heads, q_seq, kv_seq), scale=1.0)
     return jnp.broadcast_to(visible_keys(operands, q_seq, kv_seq), (1, q_heads, q_seq, kv_seq))[0]

@@ -1,0 +1,219 @@
+"""From checked arguments to a result: the mask planned, an implementation resolved, the call made."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from . import _dropout
+from ._call import Request
+from ._dropout import Dropout
+from ._masks import Mask
+from ._operands import Operands
+from ._plan import flat_scores, MaskPlan, plan_mask, UNBOUNDED
+from ._reference import reference_attention
+from ._resolve import resolve
+from ._validate import check_bias, check_dropout, check_sinks, check_softcap
+from ._vjp import attend, Learned, unpacked
+
+
+class AttentionOutput(NamedTuple):
+    """What `attention` returns when more than the output is asked for.
+
+    `out` has the query's shape with the value's head dim; `lse`, `[*batch, q_heads, q_seq]` in float32, is the natural
+    logarithm of the sum of the exponentials of a row's visible scores (and of its head's sink), -inf where there is none.
+    `max_logit`, `[*batch, q_heads]` in float32, is the largest visible score of a head, -inf where it has none; None unless
+    asked for. It has no gradient.
+    """
+
+    out: Array
+    lse: Array
+    max_logit: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of `attention` that are not the three arrays and their layout."""
+
+    mask: Mask
+    scale: float | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    softcap: float | None = None
+    dropout: Dropout | None = None
+    implementation: str | None = None
+    deterministic: bool | None = None
+    return_max_logit: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The dimensions of a call, whatever its arrays look like."""
+
+    batch_shape: tuple[int, ...]
+    q_seq: int
+    kv_seq: int
+    q_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: str
+
+    @property
+    def batch(self) -> int:
+        """The number of examples."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        """`[*batch, q_heads, q_seq, kv_seq]`."""
+        return (*self.batch_shape, self.q_heads, self.q_seq, self.kv_seq)
+
+
+def sizes_of(query, key, value, layout: str) -> Sizes:
+    """The sizes of three arrays in `bshd` or `bhsd`."""
+    seq, heads = (-3, -2) if layout == "bshd" else (-2, -3)
+    return Sizes(
+        batch_shape=query.shape[:-3],
+        q_seq=query.shape[seq],
+        kv_seq=key.shape[seq],
+        q_heads=query.shape[heads],
+        kv_heads=key.shape[heads],
+        qk_dim=query.shape[-1],
+        v_dim=value.shape[-1],
+        dtype=str(query.dtype),
+    )
+
+
+def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
+    """The result of a call. `arrays` are in `layout`, a kernel's, with any batch axes."""
+    request, plan = prepare(sizes, layout, options)
+    call = resolve(request, options.implementation)
+    scale = float(sizes.qk_dim**-0.5 if options.scale is None else options.scale)
+    if scale <= 0:  # the kernels take the maximum of scores before they scale
+        arrays, scale = _negated(arrays, scale, layout)
+    operands = operands_for(plan, scale)
+    operands = dataclasses.replace(
+        operands,
+        softcap=None if options.softcap is None else float(options.softcap),
+        max_logit=options.return_max_logit,
+        heads_of_kv=sizes.kv_heads if request.layout in ("qkv", "kv") else None,
+        **_dropout_operands(options, sizes),
+    )
+    learned = _learned(options, sizes)
+    arrays = tuple(jnp.reshape(x, (sizes.batch, *x.shape[-3:])) for x in arrays)
+    if call.default.implementation == "reference":
+        results = _reference(layout, arrays, dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks))
+    else:
+        results = attend(call, arrays, operands, learned)
+    out, lse, *max_logit = (x.reshape(*sizes.batch_shape, *x.shape[1:]) for x in results)
+    return AttentionOutput(out, lse, *(jax.lax.stop_gradient(jnp.max(x, axis=-1)) for x in max_logit))
+
+
+def prepare(sizes: Sizes, layout: str, options: Options) -> tuple[Request, MaskPlan]:
+    """What resolution looks at, and the mask in the kernels' terms."""
+    check_bias(options.bias)
+    check_sinks(options.sinks, sizes.q_heads)
+    check_softcap(options.softcap)
+    check_dropout(options.dropout)
+    plan = plan_mask(options.mask, sizes.batch_shape, sizes.q_heads, sizes.q_seq, sizes.kv_seq)
+    plan = _without_idle_bounds(plan, sizes.q_seq, sizes.kv_seq)
+    used = dict(
+        segments=plan.segments is not None,
+        blocks=plan.blocks is not None,
+        dense=plan.dense is not None,
+        bias=options.bias is not None,
+        softcap=options.softcap is not None,
+        sinks=options.sinks is not None,
+        dropout=drops(options.dropout),
+        maxlogit=options.return_max_logit,
+    )
+    request = Request(
+        layout=layout,
+        dtype=sizes.dtype,
+        batch=sizes.batch,
+        q_seq=sizes.q_seq,
+        kv_seq=sizes.kv_seq,
+        q_heads=sizes.q_heads,
+        kv_heads=sizes.kv_heads,
+        qk_dim=sizes.qk_dim,
+        v_dim=sizes.v_dim,
+        mask=_mask_kind(plan),
+        options=tuple(name for name, is_used in used.items() if is_used),
+        deterministic=options.deterministic,
+    )
+    return request, plan
+
+
+def drops(dropout) -> bool:
+    """Whether there is any dropout."""
+    return dropout is not None and dropout.rate > 0
+
+
+def operands_for(plan: MaskPlan, scale: float) -> Operands:
+    """What the kernel reads besides the arrays. A window's missing bound becomes one that always holds."""
+    lower, upper = plan.lower, plan.upper
+    if lower is not None and upper is None:
+        upper = UNBOUNDED
+    return Operands(
+        scale=scale,
+        lower=lower,
+        upper=upper,
+        segments=plan.segments,
+        blocks=plan.blocks,
+        dense=plan.dense,
+    )
+
+
+def _dropout_operands(options: Options, sizes: Sizes) -> dict:
+    if not drops(options.dropout):
+        return {}
+    return dict(
+        dropout_rate=float(options.dropout.rate),
+        dropout_seed=_dropout.seeds(options.dropout.key, sizes.batch, sizes.q_heads),
+        q_index=jnp.arange(sizes.q_seq, dtype=jnp.int32),
+        kv_index=jnp.arange(sizes.kv_seq, dtype=jnp.int32),
+    )
+
+
+def _learned(options: Options, sizes: Sizes) -> Learned:
+    bias, sinks = options.bias, options.sinks
+    if bias is not None:
+        bias = flat_scores(bias, "bias is an array", "[*batch, q_heads, q_seq, kv_seq]", sizes.scores)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float64 if sizes.dtype == "float64" else jnp.float32)[None]
+    return Learned(bias, sinks)
+
+
+def _negated(arrays, scale: float, layout: str):
+    if layout in ("qkv", "kv") and len(arrays) == 1:
+        raise ValueError(f"scale is {scale}: with packed arrays it must be above 0; give query, key and value apart")
+    query, *others = arrays
+    query, scale = (-query, -scale) if scale else (jnp.zeros_like(query), 1.0)
+    return (query, *others), scale
+
+
+def _without_idle_bounds(plan: MaskPlan, q_seq: int, kv_seq: int) -> MaskPlan:
+    """Row numbers lie between -q_seq and kv_seq: a bound outside never hides a key, and its kernel need not ask."""
+    if plan.segments is not None:
+        return plan
+    lower = None if plan.lower is not None and plan.lower <= 1 - q_seq else plan.lower
+    upper = None if plan.upper is not None and plan.upper >= kv_seq - 1 else plan.upper
+    return dataclasses.replace(plan, lower=lower, upper=upper)
+
+
+def _mask_kind(plan: MaskPlan) -> str:
+    if plan.lower is not None:
+        return "window"
+    return "full" if plan.upper is None else "causal"
+
+
+def _reference(layout, arrays, operands):
+    q, k, v = unpacked(arrays, layout, operands.heads_of_kv)
+    if layout != "bhsd":
+        return reference_attention(q, k, v, operands)
+    out, *others = reference_attention(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)), operands)
+    return jnp.swapaxes(out, 1, 2), *others
