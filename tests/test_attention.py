@@ -137,7 +137,7 @@ def test_dead_rows_with_garbage_cotangents(random_key):
     def call(*arrays):
         return attention(*arrays, mask=Segments([0, 1, 1, 9], [1, 1, 2, 2]), implementation="xla", return_lse=True)
 
-    (_, lse), pull_back = jax.vjp(call, *inputs.arrays)
+    (_, lse, _), pull_back = jax.vjp(call, *inputs.arrays)
     dead = np.isneginf(np.asarray(lse))
     dlse = jnp.where(dead, jnp.nan, inputs.dlse)
     found = pull_back(eqx_attn.AttentionOutput(inputs.dout, dlse))
@@ -150,7 +150,11 @@ def test_return_lse(random_key):
     query, key, value = oracle.random_inputs(random_key, 6, 6).arrays
     alone = attention(query, key, value)
     both = attention(query, key, value, return_lse=True)
-    assert isinstance(both, eqx_attn.AttentionOutput) and both._fields == ("out", "lse")
+    assert (
+        isinstance(both, eqx_attn.AttentionOutput)
+        and both._fields == ("out", "lse", "max_logit")
+        and both.max_logit is None
+    )
     assert both.lse.shape == (2, 4, 6) and both.lse.dtype == jnp.float32
     np.testing.assert_array_equal(alone, both.out)
 

@@ -111,7 +111,7 @@ def test_an_implementation_that_cannot_serve_is_reported():
 def test_a_default_that_falls_back_says_why_without_a_warning():
     mask = jax.ShapeDtypeStruct((4096, 4096), jnp.bool_)
     report = explain(*_shapes(), mask=mask, device="sm_90a")
-    assert report.implementation == "xla" and "boolean array" in report.others["triton"][0]
+    assert report.implementation == "xla" and "dense" in report.others["triton"][0]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
