@@ -79,7 +79,7 @@ def _is_primal(x):
 
 def _instantiate(cotangent: Any) -> Array:
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
+        return jnp.zeros(cotangent.shape, jnp.dtype(str(cotangent.dtype)))
     return cotangent
 
 
