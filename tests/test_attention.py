@@ -192,8 +192,8 @@ def test_merge(layout, random_key):
             attention(q, k, v, mask=Segments(q_ids, ids), layout=layout, implementation="xla", return_lse=True)
             for k, v, ids in ((k_a, v_a, kv_ids[:5]), (k_b, v_b, kv_ids[5:]))
         )
-        (out_a, lse_a), (out_b, lse_b) = parts
-        return merge(out_a, lse_a, out_b, lse_b, layout=layout)
+        first, second = parts
+        return merge(first.out, first.lse, second.out, second.lse, layout=layout)
 
     cotangents = eqx_attn.AttentionOutput(inputs.dout, inputs.dlse)
     results = []
