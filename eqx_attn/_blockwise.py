@@ -210,7 +210,8 @@ def _add_bias_gradient(dbias, block, blocks, i, j):
     for axis, size in ((1, heads), (2, q_size), (3, kv_size)):
         if size == 1:
             block = block.sum(axis, keepdims=True)
-    start = (0, 0, i * blocks.block_q if q_size > 1 else 0, j * blocks.block_kv if kv_size > 1 else 0)
+    zero = jnp.zeros_like(i)
+    start = (zero, zero, i * blocks.block_q if q_size > 1 else zero, j * blocks.block_kv if kv_size > 1 else zero)
     so_far = lax.dynamic_slice(dbias, start, block.shape)
     return lax.dynamic_update_slice(dbias, (so_far + block).astype(dbias.dtype), start)
 

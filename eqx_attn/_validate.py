@@ -1,6 +1,7 @@
 """The checks of `attention`'s arguments, whose messages name the argument, what was found, and the way out."""
 
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ._dropout import Dropout
 
@@ -96,14 +97,19 @@ def check_dropout(dropout) -> None:
 
 
 def check_lengths(q_lengths, kv_lengths, q_tokens: int, kv_tokens: int) -> None:
-    """Raises TypeError or ValueError where the lengths of ragged sequences do not fit."""
-    for name, lengths in dict(q_lengths=q_lengths, kv_lengths=kv_lengths).items():
+    """Raises TypeError or ValueError where the lengths of ragged sequences do not fit.
+
+    The values of traced lengths are not known: where their sum exceeds the tokens, the last sequences are cut off.
+    """
+    for name, lengths, tokens in (("q_lengths", q_lengths, q_tokens), ("kv_lengths", kv_lengths, kv_tokens)):
         if lengths is None:
             continue
         if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer) or jnp.ndim(lengths) != 1:
             raise TypeError(
                 f"{name} has shape {jnp.shape(lengths)} and dtype {jnp.result_type(lengths)}: give one integer per sequence"
             )
+        if not isinstance(lengths, Tracer) and int(jnp.sum(jnp.asarray(lengths))) > tokens:
+            raise ValueError(f"{name} sum up to {int(jnp.sum(jnp.asarray(lengths)))}, but there are {tokens} tokens")
     if kv_lengths is None:
         if q_tokens != kv_tokens:
             raise ValueError(

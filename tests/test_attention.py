@@ -259,7 +259,7 @@ def call(query=Q, key=K, value=None, **options):
 
 
 BAD_INPUT = {
-    "rank": (dict(query=(6, 16)), ValueError, r"query has shape \(6, 16\): layout 'bshd' wants .*split .*\.reshape"),
+    "rank": (dict(query=(6, 16)), ValueError, r"query has shape \(6, 16\): it is .*split .*\.reshape"),
     "no array": (dict(key=[1.0]), TypeError, r"key is a list: give a JAX array of shape \[\*batch, seq, heads, dim\]"),
     "integers": (dict(key=array(*K, dtype="int32")), TypeError, r"key has dtype int32.*key\.astype\(jnp\.bfloat16\)"),
     "float8": (dict(query=array(*Q, dtype="float8_e4m3fn")), TypeError, "query has dtype float8.*not supported"),
