@@ -1,18 +1,11 @@
-"""The gradient of attention sinks, which needs no kernel: only what the backward has of each row."""
+"""The gradient of sinks: the same few sums over rows for every implementation."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 
-def sinks_gradient(
-    sinks: Float[Array, "entries q_heads"],
-    lse: Float[Array, "batch q_heads q_seq"],
-    delta: Float[Array, "batch q_heads q_seq"],
-) -> Float[Array, "entries q_heads"]:
-    """A sink's weight `exp(sink - lse)` in each row, times what the row gains by it, `-delta`.
-
-    `delta` is the row's sum of `out * dout`, less `dlse`; what it holds where lse is -inf does not matter.
-    """
+def sinks_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
+    """In the shape of `sinks`: a sink's weight `exp(sink - lse)` in each row, times what the row gains by it, `-delta`."""
     entries, heads = sinks.shape
     of_rows = jnp.repeat(sinks, lse.shape[0] // entries, axis=0)[:, :, None]
     alive = lse > -jnp.inf
