@@ -205,3 +205,17 @@ def test_dense(mask, random_key):
 @pytest.mark.parametrize("shape", [(2, 1, 1, KV_SEQ), (1, 4, Q_SEQ, 1)], ids=str)
 def test_dense_that_is_shared(shape, random_key):
     check(Case(dense=shape, batch=2, heads=(4, 2)), random_key)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [((32, 32), ()), ((16, 64), (1, 2)), ((24, 10), (2, 1))],  # tiles divide it, one divides the other, neither
+    ids=str,
+)
+def test_blocks(blocks, random_key):
+    check(Case("causal", blocks=blocks, batch=2), random_key)
+
+
+@pytest.mark.parametrize("mask", ["full", "packed"])
+def test_blocks_with_other_masks(mask, random_key):
+    check(Case(mask, blocks=((32, 16), (2, 1)), batch=2, bias=(1, 1, Q_SEQ, KV_SEQ), heads=(4, 2)), random_key)
