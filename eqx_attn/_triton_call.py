@@ -252,7 +252,9 @@ def _lower(ctx: Any, *arrays: Any, launch: Launch, capability: int) -> Any:
     call = launcher.TritonKernelCall(kernel, *(*launch.grid, 1, 1)[:3], parameters)
     opaque = zlib.compress(call.to_proto(compiled.name, b""))
     # The launcher hands over as many buffers as there are parameters, the arrays' first: an updated one is passed once.
-    lowering = jax.ffi.ffi_lowering("triton_kernel_call_ffi", operand_output_aliases=launch.aliases(len(arrays)) or None)
+    lowering = jax.ffi.ffi_lowering(
+        "triton_kernel_call_ffi", operand_output_aliases=launch.aliases(len(arrays)) or None
+    )
     return lowering(ctx, *arrays, opaque=opaque)
 
 

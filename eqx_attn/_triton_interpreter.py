@@ -197,7 +197,8 @@ def run_interpreted(
     - `constants`: the `tl.constexpr` parameters by name.
     - `updated`: how many of the arrays, the last ones, the kernel also writes.
 
-    **Returns:** the outputs, then the updated arrays. Elements that no program wrote are NaN (an integer's extreme value, for integers).
+    **Returns:** the outputs, then the updated arrays. Elements of outputs that no program wrote are NaN (an integer's
+    extreme value, for integers).
 
     **Raises:** `RuntimeError` if a program wrote beyond an output's ends.
     """

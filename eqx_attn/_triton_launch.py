@@ -81,7 +81,9 @@ def record_launch(
     constants = _with_defaults(kernel, constants)
     expected = len(kernel.params) - len(constants)
     if len(inputs) + len(updated) + len(outputs) != expected:
-        found = f"{len(inputs)} inputs{f', {len(updated)} updated arrays' if updated else ''} and {len(outputs)} outputs"
+        found = (
+            f"{len(inputs)} inputs{f', {len(updated)} updated arrays' if updated else ''} and {len(outputs)} outputs"
+        )
         raise TypeError(f"triton_call: {kernel.__name__} has {expected} run-time parameters, found {found}.")
     of_inputs = [as_argument(f"input {number}", value) for number, value in enumerate(inputs)]
     of_updated = [as_argument(f"updated array {number}", value) for number, value in enumerate(updated)]

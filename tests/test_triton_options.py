@@ -79,17 +79,31 @@ def arguments(case, generator):
     return mask, learned
 
 
+def fused(query, key, value, **options):
+    qkv = jnp.concatenate((query, key, value), axis=2)
+    return eqx_attn.attention_qkvfused(qkv, kv_heads=key.shape[2], **options)
+
+
+def key_with_value(query, key, value, **options):
+    return eqx_attn.attention_kvpacked(query, jnp.stack((key, value), axis=2), **options)
+
+
 def results(case, mask, implementation, dtype, arrays, learned, cotangents):
     """Outputs and all gradients by name, as float64."""
-    options = dict(mask=mask, softcap=case.softcap, layout=case.layout, implementation=implementation)
+    options = dict(mask=mask, softcap=case.softcap, implementation=implementation)
     if case.dropout:
         options["dropout"] = eqx_attn.Dropout(case.dropout, jax.random.key(7))
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     arrays = [jnp.asarray(x, dtype) for x in arrays]
     learned = {name: jnp.asarray(x, wide) for name, x in learned.items()}
 
+    packed = implementation == "triton" and case.layout in ("qkv", "kv")
+    attention = {"qkv": fused, "kv": key_with_value}[case.layout] if packed else eqx_attn.attention
+    if not packed:
+        options["layout"] = "bhsd" if case.layout == "bhsd" else "bshd"
+
     def call(arrays, learned):
-        result = eqx_attn.attention(*arrays, **learned, return_lse=True, return_max_logit=case.max_logit, **options)
+        result = attention(*arrays, **learned, return_lse=True, return_max_logit=case.max_logit, **options)
         return (result.out, result.lse), result.max_logit
 
     @oracle.jit
@@ -133,7 +147,7 @@ def draw(case, key):
     (q_heads, kv_heads), (q_seq, kv_seq), (qk_dim, v_dim) = case.heads, case.seq, case.dims
 
     def array(seq, heads, dim, mean=0.0):
-        shape = (case.batch, seq, heads, dim) if case.layout == "bshd" else (case.batch, heads, seq, dim)
+        shape = (case.batch, seq, heads, dim) if case.layout != "bhsd" else (case.batch, heads, seq, dim)
         return generator.normal(mean, size=shape)
 
     arrays = (array(q_seq, q_heads, qk_dim), array(kv_seq, kv_heads, qk_dim), array(kv_seq, kv_heads, v_dim, 0.5))
@@ -159,12 +173,9 @@ def check(case, key, dtype="float32"):
     return found
 
 
-EVERY_MASK = pytest.mark.parametrize("mask", MASKS)
-
-
-@EVERY_MASK
-def test_softcap_sinks_and_max_logit(mask, random_key):
-    check(Case(mask, softcap=2.0, sinks=True, max_logit=True), random_key)
+@pytest.mark.parametrize("mask", MASKS)
+def test_options_of_scores(mask, random_key):
+    check(Case(mask, softcap=2.0, sinks=True, max_logit=True, dropout=0.25), random_key)
 
 
 @pytest.mark.parametrize(
@@ -174,21 +185,12 @@ def test_one_option(option, random_key):
     check(Case("causal", **option), random_key)
 
 
-@EVERY_MASK
-def test_dropout(mask, random_key):
-    check(Case(mask, dropout=0.25), random_key)
-
-
-@EVERY_MASK
+@pytest.mark.parametrize("mask", ["full", "window", "packed"])
 def test_bias(mask, random_key):
     check(Case(mask, bias=(1, 2, Q_SEQ, KV_SEQ)), random_key)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1, Q_SEQ, KV_SEQ), (2, 1, Q_SEQ, KV_SEQ), (1, 4, 1, KV_SEQ), (2, 1, Q_SEQ, 1), (1, 4, 1, 1)],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [(2, 1, Q_SEQ, KV_SEQ), (1, 4, 1, KV_SEQ), (2, 1, Q_SEQ, 1), (1, 1, 1, 1)], ids=str)
 def test_bias_that_is_shared(shape, random_key):
     check(Case("causal", bias=shape, batch=2, heads=(4, 2)), random_key)
 
@@ -197,14 +199,13 @@ def test_bias_hides_keys(random_key):
     check(Case(bias=(1, 2, Q_SEQ, KV_SEQ), hidden_by_bias=True, max_logit=True), random_key)
 
 
-@EVERY_MASK
-def test_dense(mask, random_key):
-    check(Case(mask, dense=(1, 2, Q_SEQ, KV_SEQ)), random_key)
+@pytest.mark.parametrize("mask, shape", [("window", (1, 2, Q_SEQ, KV_SEQ)), ("segments", (1, 1, Q_SEQ, 1))], ids=str)
+def test_dense(mask, shape, random_key):
+    check(Case(mask, dense=shape), random_key)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, KV_SEQ), (1, 4, Q_SEQ, 1)], ids=str)
-def test_dense_that_is_shared(shape, random_key):
-    check(Case(dense=shape, batch=2, heads=(4, 2)), random_key)
+def test_dense_that_is_shared(random_key):
+    check(Case(dense=(2, 1, 1, KV_SEQ), batch=2, heads=(4, 2)), random_key)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +217,57 @@ def test_blocks(blocks, random_key):
     check(Case("causal", blocks=blocks, batch=2), random_key)
 
 
-@pytest.mark.parametrize("mask", ["full", "packed"])
-def test_blocks_with_other_masks(mask, random_key):
-    check(Case(mask, blocks=((32, 16), (2, 1)), batch=2, bias=(1, 1, Q_SEQ, KV_SEQ), heads=(4, 2)), random_key)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal", layout="qkv", seq=(Q_SEQ, Q_SEQ), heads=(4, 2), batch=2),
+        Case("window", layout="kv", heads=(4, 2), batch=2),
+    ],
+    ids=lambda case: case.layout,
+)
+def test_packed_arrays(case, random_key):
+    check(case, random_key)
+
+
+ALL_OPTIONS = dict(softcap=2.0, sinks=True, dropout=0.25, max_logit=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("packed", bias=(1, 1, Q_SEQ, KV_SEQ), blocks=((32, 16), (2, 1)), batch=2, heads=(4, 2), **ALL_OPTIONS),
+        Case(bias=(1, 2, 1, Q_SEQ), dense=(1, 1, Q_SEQ, Q_SEQ), layout="qkv", seq=(Q_SEQ, Q_SEQ), **ALL_OPTIONS),
+        Case(
+            "window", bias=(1, 2, Q_SEQ, 1), blocks=((30, 8), ()), dense=(1, 1, 1, KV_SEQ), layout="kv", **ALL_OPTIONS
+        ),
+        Case("causal", bias=(1, 2, Q_SEQ, KV_SEQ), layout="bhsd", dims=(24, 40), **ALL_OPTIONS),
+    ],
+    ids=["packed-blocks", "full-qkv", "window-kv", "causal-bhsd"],
+)
+def test_options_together(case, random_key):
+    check(case, random_key)
+
+
+def test_wide_heads_sweep_twice(random_key):
+    check(Case("causal", bias=(1, 2, 20, 33), seq=(20, 33), dims=(136, 136), **ALL_OPTIONS), random_key)
+
+
+def test_float16(random_key):
+    check(Case("window", bias=(1, 2, Q_SEQ, KV_SEQ), **ALL_OPTIONS), random_key, "float16")
+
+
+@pytest.mark.parametrize("garbage", [np.nan, 1000.0], ids=str)
+def test_garbage_in_padding(garbage, random_key):
+    """What padding holds, and its output's cotangent, reaches no result."""
+    case = Case("packed", bias=(1, 2, Q_SEQ, KV_SEQ), **ALL_OPTIONS)
+    generator, arrays, (dout, dlse) = draw(case, random_key)
+    mask, learned = arguments(case, generator)
+    q_padding, kv_padding = (np.asarray(ids <= 0)[None, :, None, None] for ids in (IN_ORDER.q_ids, IN_ORDER.kv_ids))
+    dirty = [
+        np.where(padding, garbage, x) for padding, x in zip((q_padding, kv_padding, kv_padding), arrays, strict=True)
+    ]
+    with eqx_attn.interpret(), jax.default_matmul_precision("highest"):
+        clean = results(case, mask, "triton", jnp.float32, arrays, learned, (dout, dlse))
+        found = results(case, mask, "triton", jnp.float32, dirty, learned, (np.where(q_padding, garbage, dout), dlse))
+    for name, value in clean.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)

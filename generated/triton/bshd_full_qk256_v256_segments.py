@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk256_v256_segments
-# digest: 5f2fbfae0a7d0dca
+# digest: f8d1485269dbbf8c
 """Full attention within segments, arrays [batch, seq, heads, dim], head dim 256.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -190,10 +190,10 @@ def dq_kernel(
     dq_rows = row_of(dq_ptr, batch, head, q_start, q_seq, q_heads, HEAD_DIM)
     out_rows = row_of(out_ptr, batch, head, q_start, q_seq, q_heads, HEAD_DIM)
     dout_rows = row_of(dout_ptr, batch, head, q_start, q_seq, q_heads, HEAD_DIM)
-    q = tl.load(q_rows + q_tile, mask=in_rows, other=0.0)  # [block_q, HEAD_DIM]
-    out = tl.load(out_rows + q_tile, mask=in_rows, other=0.0)  # [block_q, HEAD_DIM]
     q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
-    real = (q_ids > 0)[:, None]  # padding's cotangent may hold anything
+    real = (q_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
+    q = tl.load(q_rows + q_tile, mask=real, other=0.0)  # [block_q, HEAD_DIM]
+    out = tl.load(out_rows + q_tile, mask=in_rows, other=0.0)  # [block_q, HEAD_DIM]
     dout = tl.load(dout_rows + q_tile, mask=real, other=0.0)
 
     lse_offset = (batch * q_heads + head) * q_seq + rows
