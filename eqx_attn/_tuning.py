@@ -28,6 +28,8 @@ def _triton_tiles(spec: KernelSpec, dtype: str) -> Tiles:
     if dtype == "float32":
         return _FLOAT32_TILES[dim]
     capability = _capability()
+    if spec.softcap or spec.bias or spec.dropout or spec.dense or spec.blocks:
+        return _option_tiles(spec, dim, hopper=capability == 90)
     if capability == 90:
         return _hopper_tiles(spec, dim)
     if capability >= 100:
@@ -48,6 +50,18 @@ def _hopper_tiles(spec: KernelSpec, dim: int) -> Tiles:
     if spec.mask == MaskKind.FULL and not spec.segments:
         forward = Tile(128, 64, 8, 2)
     return Tiles(forward, Tile(128, 32, 8, 2), Tile(16, 64, 4, 3))
+
+
+def _option_tiles(spec: KernelSpec, dim: int, hopper: bool) -> Tiles:
+    """The largest that spill no register with any one option; not timed."""
+    if not hopper:
+        return _OPTION_TILES[dim]
+    if dim == 64:
+        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3))
+    if dim == 128:
+        over_keys = (Tile(64, 32, 4, 2),) * 2 if spec.blocks else (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
+        return Tiles(*over_keys, Tile(32, 64, 8, 3))
+    return Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2))
 
 
 def _capability() -> int:
@@ -78,6 +92,11 @@ _BLACKWELL_SEGMENT_TILES = {
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     256: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+}
+_OPTION_TILES = {
+    64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    128: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 1)),
+    256: Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
 }
 _FLOAT32_TILES = {
     64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
