@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,12 @@ import pytest
 
 import eqx_attn
 from eqx_attn import _tuning
-from eqx_attn._operands import Tile, Tiles
+from eqx_attn._device import tile_visibility, triton_call, visited_lists
+from eqx_attn._operands import BlockOperands, Operands, Tile, Tiles
+from eqx_attn._reference import visible_keys
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
 
 Q_SEQ, KV_SEQ = 50, 69  # no multiple of a tile, and the rest is another for each
 DIM = 16
@@ -271,3 +275,86 @@ def test_garbage_in_padding(garbage, random_key):
         found = results(case, mask, "triton", jnp.float32, dirty, learned, (np.where(q_padding, garbage, dout), dlse))
     for name, value in clean.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (24, 10), (8, 100)], ids=str)
+@pytest.mark.parametrize("bounds", [(None, None), (-20, 3)], ids=str)
+def test_lists_hold_the_visited_tiles(bounds, size, random_key):
+    """Against the dense predicate: what is whole, what is visited besides, and that each number is there once."""
+    lower, upper = bounds
+    generator = np.random.default_rng(np.asarray(jax.random.key_data(random_key)))
+    seen = generator.random((2, 1, -(-Q_SEQ // size[0]), -(-KV_SEQ // size[1]))) < 0.7
+    operands = Operands(scale=1.0, lower=lower, upper=upper, blocks=BlockOperands(jnp.asarray(seen), *size))
+    tile = Tile(16, 32)
+    _, tile_map = tile_visibility(operands, 2, Q_SEQ, KV_SEQ, tile)
+    visible = np.asarray(visible_keys(operands, Q_SEQ, KV_SEQ))
+    padded = np.zeros((2, 1, 64, 96), bool)  # whole tiles
+    padded[:, :, :Q_SEQ, :KV_SEQ] = visible
+    real = np.zeros((64, 96), bool)
+    real[:Q_SEQ, :KV_SEQ] = True
+    for of in ("q", "kv"):
+        lists = np.asarray(visited_lists(tile_map, of=of))
+        for entry, block in np.ndindex(2, 4 if of == "q" else 3):
+            whole, some = set(), set()
+            for other in range(3 if of == "q" else 4):
+                i, j = (block, other) if of == "q" else (other, block)
+                part = np.s_[i * 16 : i * 16 + 16, j * 32 : j * 32 + 32]
+                cut = i * 16 + 16 > Q_SEQ if of == "kv" else j * 32 + 32 > KV_SEQ
+                if padded[entry, 0][part].any():
+                    some.add(other)
+                if not cut and padded[entry, 0][part][real[part]].all():
+                    whole.add(other)
+            wholes, partials, *numbers = lists[entry, 0, block].tolist()
+            assert set(numbers[:wholes]) == whole
+            partial = set(numbers[wholes : wholes + partials])
+            # Where the map cuts through a tile, what it shows there may lie outside the band: visited in vain.
+            assert partial >= some - whole if bounds[0] is not None and size != (32, 32) else partial == some - whole
+            assert sorted(numbers) == list(range(len(numbers)))
+
+
+@triton.jit
+def negate_kernel(x_ptr, first, y_ptr, count_ptr, BLOCK: tl.constexpr):
+    offsets = first + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offsets, tl.load(y_ptr + offsets) - tl.load(x_ptr + offsets))
+    tl.store(count_ptr, BLOCK)
+
+
+def negate(x, y):
+    return triton_call(
+        negate_kernel,
+        x,
+        4,
+        updated=(y,),
+        outputs=(jax.ShapeDtypeStruct((1,), jnp.int32),),
+        grid=(1,),
+        num_warps=1,
+        num_stages=1,
+        constants=dict(BLOCK=8),
+    )
+
+
+def test_an_array_updated_in_place():
+    x, y = jnp.arange(16.0), jnp.ones(16)
+    with eqx_attn.interpret():
+        count, changed = negate(x, y)
+    inside = (x >= 4) & (x < 12)
+    np.testing.assert_array_equal(changed, np.where(inside, 1 - x, 1))
+    np.testing.assert_array_equal(y, 1)
+    assert count.tolist() == [8]
+
+
+def test_an_updated_array_is_aliased_when_lowered():
+    with eqx_attn.target("sm_90a"):
+        lowered = jax.jit(negate).trace(jnp.arange(16.0), jnp.ones(16)).lower(lowering_platforms=("cuda",))
+    assert re.search(r"output_tuple_indices = \[1\],\s*operand_index = 1", lowered.as_text())
+
+
+def test_packed_gradients_are_written_into_one_buffer():
+    def gradient(qkv):
+        return jax.grad(lambda x: eqx_attn.attention_qkvfused(x, kv_heads=1, mask="causal").sum())(qkv)
+
+    with eqx_attn.target("sm_90a"):
+        lowered = jax.jit(gradient).trace(jnp.ones((1, 64, 4, DIM), jnp.bfloat16)).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("#stablehlo.output_operand_alias<") == 1
+    assert "concatenate" not in text and "slice" not in text
