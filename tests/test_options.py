@@ -98,10 +98,12 @@ def test_case_06_a_bias_without_gradient_costs_none(random_key):
     assert writes((0,)) == 0 and writes((0, 1)) > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_bias_has_a_dtype_of_its_own(dtype, random_key):
+@pytest.mark.parametrize(
+    "dtype, dtype_of_bias", [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")]
+)
+def test_bias_has_a_dtype_of_its_own(dtype, dtype_of_bias, random_key):
     inputs = oracle.random_inputs(random_key, Q_SEQ, KV_SEQ, dtype=dtype)
-    check(inputs, extras=oracle.Extras(bias=bias_of((1, 4, Q_SEQ, KV_SEQ))))
+    check(inputs, extras=oracle.Extras(bias=bias_of((1, 4, Q_SEQ, KV_SEQ), dtype_of_bias)))
 
 
 def test_a_row_that_its_bias_hides_is_dead(random_key):
