@@ -14,7 +14,7 @@ from .spec import KernelSpec, Layout, MaskKind
 
 # A grouped call of ordinary size. The lengths are no multiple of any tile, so that the code of the last block is there.
 BATCH, SEQ, Q_HEADS, KV_HEADS = 2, 4000, 8, 2
-WINDOW = 1024
+WINDOW, MAP_BLOCK = 1024, 128
 
 _TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
@@ -93,41 +93,65 @@ def functions(spec: KernelSpec, device: str) -> list[tuple[Callable, tuple]]:
     with target(device):
         tiles = default_tiles(spec, "bfloat16", SEQ, SEQ)
 
-    def forward(q, k, v, operands):
+    def forward(arrays, operands):
         with target(device):
-            return module.forward(q, k, v, operands, tiles)
+            return module.forward(*arrays, operands, tiles)
 
-    def backward(q, k, v, out, lse, dout, dlse, operands):
+    def backward(arrays, out, lse, dout, dlse, operands):
         with target(device):
-            return module.backward(q, k, v, out, lse, dout, dlse, operands, tiles)
+            return module.backward(*arrays, out, lse, dout, dlse, operands, tiles)
 
-    q, k, v, out = (
-        _array(spec, heads, dim)
-        for heads, dim in (
-            (Q_HEADS, spec.qk_dim),
-            (KV_HEADS, spec.qk_dim),
-            (KV_HEADS, spec.v_dim),
-            (Q_HEADS, spec.v_dim),
-        )
-    )
+    arrays = _arrays(spec)
+    out = _array(spec, Q_HEADS, spec.v_dim)
     lse = jax.ShapeDtypeStruct((BATCH, Q_HEADS, SEQ), jnp.float32)
     operands = _operands(spec)
-    return [(forward, (q, k, v, operands)), (backward, (q, k, v, out, lse, out, lse, operands))]
+    return [(forward, (arrays, operands)), (backward, (arrays, out, lse, out, lse, operands))]
+
+
+def _arrays(spec: KernelSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Query, key and value, or fewer where some of them are packed."""
+    if spec.layout is Layout.QKV:
+        return (_array(spec, Q_HEADS + 2 * KV_HEADS, spec.qk_dim),)
+    if spec.layout is Layout.KV:
+        return _array(spec, Q_HEADS, spec.qk_dim), _array(spec, 2 * KV_HEADS, spec.qk_dim)
+    heads_and_dims = ((Q_HEADS, spec.qk_dim), (KV_HEADS, spec.qk_dim), (KV_HEADS, spec.v_dim))
+    return tuple(_array(spec, heads, dim) for heads, dim in heads_and_dims)
 
 
 def _array(spec: KernelSpec, heads: int, dim: int) -> jax.ShapeDtypeStruct:
-    shape = (BATCH, SEQ, heads, dim) if spec.layout is Layout.BSHD else (BATCH, heads, SEQ, dim)
+    shape = (BATCH, heads, SEQ, dim) if spec.layout is Layout.BHSD else (BATCH, SEQ, heads, dim)
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 def _operands(spec: KernelSpec) -> Any:
-    from eqx_attn._operands import Operands, SegmentOperands
+    from eqx_attn._operands import BlockOperands, Operands, SegmentOperands
 
     tokens: Any = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
     positions = None if spec.mask is MaskKind.FULL else tokens
+    index: Any = jax.ShapeDtypeStruct((SEQ,), jnp.int32)
+    grid = -(-SEQ // MAP_BLOCK)
+    seen: Any = jax.ShapeDtypeStruct((1, Q_HEADS, grid, grid), jnp.bool_)
+    of_scores = functools.partial(jax.ShapeDtypeStruct, (1, Q_HEADS, SEQ, SEQ))
+    extras: dict[str, Any] = {}
+    if spec.blocks:
+        extras["blocks"] = BlockOperands(seen, MAP_BLOCK, MAP_BLOCK)
+    if spec.dense:
+        extras["dense"] = of_scores(jnp.bool_)
+    if spec.bias:
+        extras |= dict(bias=of_scores(jnp.bfloat16), bias_gradient=True)
+    if spec.softcap:
+        extras["softcap"] = 50.0
+    if spec.sinks:
+        extras["sinks"] = jax.ShapeDtypeStruct((1, Q_HEADS), jnp.float32)
+    if spec.dropout:
+        seed = jax.ShapeDtypeStruct((BATCH, Q_HEADS), jnp.uint32)
+        extras |= dict(dropout_rate=0.1, dropout_seed=seed, q_index=index, kv_index=index)
     return Operands(
         scale=spec.qk_dim**-0.5,
         lower=-WINDOW if spec.mask is MaskKind.WINDOW else None,
         upper=None if spec.mask is MaskKind.FULL else 0,
         segments=SegmentOperands(tokens, tokens, positions, positions) if spec.segments else None,
+        max_logit=spec.maxlogit,
+        heads_of_kv=KV_HEADS if spec.layout.packed else None,
+        **extras,
     )
