@@ -15,6 +15,7 @@ from jaxtyping import Array
 from . import _dropout
 from ._operands import Operands, Tile
 from ._reference import expand_blocks
+from ._sinks import sinks_gradient
 
 
 class _Blocks(NamedTuple):
@@ -116,16 +117,6 @@ def backward(
     if sinks is not None:
         grads.append(sinks_gradient(sinks, lse, delta))
     return tuple(grads)
-
-
-def sinks_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
-    """In the shape of `sinks`: a sink's weight `exp(sink - lse)` in each row, times what the row gains by it, `-delta`."""
-    entries, heads = sinks.shape
-    of_rows = jnp.repeat(sinks, lse.shape[0] // entries, axis=0)[:, :, None]
-    alive = lse > -jnp.inf
-    weights = jnp.where(alive, jnp.exp(jnp.where(alive, of_rows - lse, 0)), 0)
-    grads = -jnp.sum(weights * delta, axis=2)
-    return grads.reshape(entries, -1, heads).sum(1).astype(sinks.dtype)
 
 
 def _accumulate(q_block, k_rows, v_rows, operands, blocks, i, j, carry):

@@ -3,15 +3,19 @@
 from ._pallas import (
     column as column,
     dot as dot,
+    drawn as drawn,
     fit_block as fit_block,
     interpret_params as interpret_params,
     matmul_precision as matmul_precision,
     pad_rows as pad_rows,
     pad_segments as pad_segments,
+    tanh as tanh,
     VMEM_LIMIT_BYTES as VMEM_LIMIT_BYTES,
     zero_tail as zero_tail,
 )
 from ._precision import dot_precision as dot_precision
+from ._score_blocks import dropout_blocks as dropout_blocks, score_blocks as score_blocks
+from ._sinks import sinks_gradient as sinks_gradient
 from ._summaries import block_summary as block_summary, visited_ranges as visited_ranges
 from ._triton_call import triton_call as triton_call
 from ._visits import (
