@@ -46,7 +46,7 @@ def seeds(key: PRNGKeyArray, batch: int, q_heads: int) -> UInt32[Array, "batch q
     for word in words.astype(jnp.uint32):
         seed = mix(seed * jnp.uint32(GOLDEN) + word)
     seed = mix(seed + jnp.arange(batch, dtype=jnp.uint32) * jnp.uint32(GOLDEN))
-    return mix(seed[:, None] + jnp.arange(q_heads, dtype=jnp.uint32) * jnp.uint32(GOLDEN))
+    return mix(seed[:, None] + jnp.arange(q_heads, dtype=jnp.uint32)[None] * jnp.uint32(GOLDEN))
 
 
 def row_hash(seed: UInt32[Array, "..."], q_index: Int32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -78,5 +78,5 @@ def kept(
     rate: float,
 ) -> Bool[Array, "batch q_heads q_seq kv_seq"]:
     """Which weights survive."""
-    rows = row_hash(seed[:, :, None], q_index)[..., None]
-    return number_of(rows, column_hash(kv_index)) >= threshold(rate)
+    rows = row_hash(seed[:, :, None], q_index[None, None])[..., None]
+    return number_of(rows, column_hash(kv_index)[None, None, None]) >= threshold(rate)

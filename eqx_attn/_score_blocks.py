@@ -125,7 +125,7 @@ def score_blocks(array: Array, batch: int, block_q: int, block_kv: int) -> Score
 
 def dropout_blocks(operands: Operands, batch: int, block_q: int, block_kv: int) -> tuple[ScoreBlocks, ScoreBlocks]:
     """The queries' and the keys' parts of dropout's hash, as int32."""
-    rows = _dropout.row_hash(operands.dropout_seed[:, :, None], operands.q_index)
+    rows = _dropout.row_hash(operands.dropout_seed[:, :, None], operands.q_index[None, None])
     columns = _dropout.column_hash(operands.kv_index)
     rows, columns = (lax.bitcast_convert_type(x, jnp.int32) for x in (rows, columns))
     return (
