@@ -36,7 +36,7 @@ def explain(spec: KernelSpec) -> list[Choice]:
             field.name, "yes" if value is True else "no" if value is False else str(value), words(spec, field)
         )
         other = alternative(spec, field)
-        if other is not None:
+        if other is not None and not other.refusals():
             added, removed = count_changes(body_of(render(other)), body)
             extra = tuple(outermost(taken - branches_taken(other)))
             choice = dataclasses.replace(choice, other=other, branches=extra, added=added, removed=removed)
@@ -59,7 +59,7 @@ def alternative(spec: KernelSpec, field: dataclasses.Field) -> KernelSpec | None
         other = 96 if power_of_two(value) else 128
     else:
         members: Any = type(value)
-        other = next(member for member in members if member is not value)
+        other = next(member for member in members if member is not value)  # the first of them
     changes = {field.name: other}
     if field.name == "qk_dim" and spec.v_dim == spec.qk_dim:
         changes["v_dim"] = other
@@ -79,6 +79,8 @@ _TARGETS = {
 _LAYOUTS = {
     Layout.BSHD: "arrays are [batch, seq, heads, dim], read in place",
     Layout.BHSD: "arrays are [batch, heads, seq, dim], read in place",
+    Layout.QKV: "one array [batch, seq, q_heads + 2 * kv_heads, dim], read in place",
+    Layout.KV: "a query, and one array [batch, kv_seq, 2 * kv_heads, dim], read in place",
 }
 _MASKS = {
     MaskKind.FULL: "no bound on positions: all key blocks are visited, only the last one needs a mask (its tail)",
@@ -87,14 +89,27 @@ _MASKS = {
 }
 
 
+_OPTIONS = {
+    "segments": ("one sequence an example: positions are row numbers", ""),
+    "blocks": ("no map of blocks", "a boolean map says which blocks are visited"),
+    "dense": ("no boolean array", "a boolean array is read by tile"),
+    "bias": ("no bias", "an array is added to the scores; one more kernel makes its gradient"),
+    "softcap": ("scores are not bounded", "scores are softcap * tanh(score / softcap)"),
+    "sinks": ("no sinks", "a logit per head counts in the denominator"),
+    "dropout": ("no dropout", "weights are dropped by a hash of global indices"),
+    "maxlogit": ("the largest scores stay inside", "the forward also returns each row's largest score"),
+}
+
+
 def words(spec: KernelSpec, field: dataclasses.Field) -> str:
     """What the value of this field means for the kernel."""
     value = getattr(spec, field.name)
-    if field.name == "segments":
-        if not value:
-            return "one sequence an example: positions are row numbers"
+    if field.name == "segments" and value:
         positions = "" if spec.mask is MaskKind.FULL else ", positions are operands"
         return f"a token sees only keys of its own id{positions}; blocks whose ids do not meet are skipped"
+    if field.type is bool:
+        without, with_it = _OPTIONS[field.name]
+        return with_it if value else without
     if field.type is int:
         kind = "a power of two" if power_of_two(value) else "not a power of two"
         return f"{'query and key' if field.name == 'qk_dim' else 'value'} rows have {value} columns, {kind}"

@@ -118,21 +118,25 @@ class KernelSpec:
 
     def refusal(self) -> str | None:
         """Why there is no such kernel, or None where there is one."""
+        return "; ".join(self.refusals()) or None
+
+    def refusals(self) -> list[str]:
+        """Each reason why there is no such kernel."""
+        reasons = []
         for field in ("qk_dim", "v_dim"):
             dim = getattr(self, field)
             if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
-                return (
+                reasons.append(
                     f"{field} is {dim}; kernels exist for multiples of 8 from 8 to {MAX_HEAD_DIM}: pad the head dim with zeros "
                     "to the next multiple of 8 and pass scale=qk_dim**-0.5"
                 )
         if self.layout.packed and self.qk_dim != self.v_dim:
-            return f"qk_dim is {self.qk_dim} and v_dim {self.v_dim}; a packed array has one head dim"
-        missing = [option for option in self.options if option in _NOT_YET[self.target]]
-        if self.layout in _NOT_YET[self.target]:
-            missing.append(f"layout {self.layout}")
+            reasons.append(f"qk_dim is {self.qk_dim} and v_dim {self.v_dim}; a packed array has one head dim")
+        missing = [f"layout {self.layout}"] if self.layout in _NOT_YET[self.target] else []
+        missing += [option for option in self.options if option in _NOT_YET[self.target]]
         if missing:
-            return f"the kernels of {self.target} do not have {', '.join(missing)} yet"
-        return None
+            reasons.append(f"the kernels of {self.target} do not have {', '.join(missing)} yet")
+        return reasons
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -17,4 +17,10 @@ from ._masks import (
     SlidingWindow as SlidingWindow,
 )
 from ._merge import merge as merge
+from ._packed import (
+    attention_kvpacked as attention_kvpacked,
+    attention_qkvfused as attention_qkvfused,
+    attention_qkvpacked as attention_qkvpacked,
+    attention_ragged as attention_ragged,
+)
 from ._serve import AttentionOutput as AttentionOutput

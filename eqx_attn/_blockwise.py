@@ -45,6 +45,7 @@ def forward(q: Array, k: Array, v: Array, operands: Operands, tile: Tile) -> tup
     With `operands.max_logit` also each row's largest visible score.
     """
     blocks = _blocks(q, k, tile)
+    (q,), (k, v) = _clear_padding(operands, (q,), (k, v))
     operands = _pad_operands(operands, blocks)
     q_rows, k_rows, v_rows = _split_q(q, blocks), _pad_kv(k, blocks), _pad_kv(v, blocks)
     sinks = _per_head(operands.sinks, blocks)
@@ -84,6 +85,7 @@ def backward(
     """
     blocks = _blocks(q, k, tile)
     bias, sinks = operands.bias if operands.bias_gradient else None, operands.sinks
+    (q, dout), (k, v) = _clear_padding(operands, (q, dout), (k, v))
     operands = _pad_operands(operands, blocks)
     k_rows, v_rows = _pad_kv(k, blocks), _pad_kv(v, blocks)
     delta = jnp.sum(out.astype(blocks.wide) * dout.astype(blocks.wide), axis=-1) - dlse
@@ -112,7 +114,7 @@ def backward(
     )
     dk, dv = dk[:, :, : blocks.kv_seq].astype(k.dtype), dv[:, :, : blocks.kv_seq].astype(v.dtype)
     grads = [_join_q(dq, blocks), dk, dv]
-    if bias is not None:
+    if bias is not None and dbias is not None:
         grads.append(dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype))
     if sinks is not None:
         grads.append(sinks_gradient(sinks, lse, delta))
@@ -199,7 +201,8 @@ def _add_bias_gradient(dbias, block, blocks, i, j):
     for axis, size in ((1, heads), (2, q_size), (3, kv_size)):
         if size == 1:
             block = block.sum(axis, keepdims=True)
-    start = (0, 0, i * blocks.block_q if q_size > 1 else 0, j * blocks.block_kv if kv_size > 1 else 0)
+    zero = jnp.zeros_like(i)
+    start = (zero, zero, i * blocks.block_q if q_size > 1 else zero, j * blocks.block_kv if kv_size > 1 else zero)
     so_far = lax.dynamic_slice(dbias, start, block.shape)
     return lax.dynamic_update_slice(dbias, (so_far + block).astype(dbias.dtype), start)
 
@@ -218,6 +221,15 @@ def _blocks(q, k, tile) -> _Blocks:
     wide = jnp.dtype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
     block_q, block_kv = min(tile.block_q, q_seq), min(tile.block_kv, kv_seq)
     return _Blocks(batch, kv_heads, q_heads // kv_heads, q_seq, kv_seq, block_q, block_kv, wide)
+
+
+def _clear_padding(operands, of_queries, of_keys):
+    """Rows of padding become 0: their weights are 0, but 0 times NaN is NaN."""
+    segments = operands.segments
+    if segments is None:
+        return of_queries, of_keys
+    is_query, is_key = (ids[:, None, :, None] > 0 for ids in (segments.q_ids, segments.kv_ids))
+    return [jnp.where(is_query, x, 0) for x in of_queries], [jnp.where(is_key, x, 0) for x in of_keys]
 
 
 def _split_q(x, blocks, fill: float = 0):

@@ -207,13 +207,11 @@ def _planned(query, key, value, mask, layout, options) -> tuple[Request, Band, t
 
 
 def _tokens(segments: SegmentOperands) -> tuple[Tokens, Tokens]:
-    def wide(x):
-        return None if x is None else np.asarray(x).astype(np.int64)
+    def tokens(ids, positions):
+        positions = None if positions is None else np.asarray(positions).astype(np.int64)
+        return Tokens(np.maximum(np.asarray(ids).astype(np.int64), 0), positions)
 
-    return (
-        Tokens(np.maximum(wide(segments.q_ids), 0), wide(segments.q_positions)),
-        Tokens(np.maximum(wide(segments.kv_ids), 0), wide(segments.kv_positions)),
-    )
+    return tokens(segments.q_ids, segments.q_positions), tokens(segments.kv_ids, segments.kv_positions)
 
 
 def _has_value(leaf) -> bool:

@@ -20,6 +20,21 @@ _QUERY_PADDING, _KEY_PADDING = -1, -2
 _BEFORE_ALL = -(2**30)
 """The position that stands for a key of a prefix: before that of every query."""
 
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """Ids and positions, `[batch, seq]` each; padding has an id that no token of the other side has."""
+
+    q_ids: Array
+    kv_ids: Array
+    q_positions: Array
+    kv_positions: Array
+
+    def operands(self, with_positions: bool) -> SegmentOperands:
+        positions = (self.q_positions, self.kv_positions) if with_positions else (None, None)
+        return SegmentOperands(self.q_ids, self.kv_ids, *positions)
+
+
 Positional = Causal | SlidingWindow | PrefixLM | Chunked | Dilated
 
 
@@ -54,14 +69,12 @@ def plan_mask(mask: Mask, batch_shape: tuple[int, ...], q_heads: int, q_seq: int
     else:
         tokens = None
     if tokens is not None:
-        tokens = _refined(tokens, positional, 0 if segments else kv_seq - q_seq)
+        tokens = _refined(tokens, positional, shift)
         tokens = _with_prefixes(tokens, positional, batch_shape)
-        if lower is None and upper is None:
-            tokens = SegmentOperands(tokens.q_ids, tokens.kv_ids, None, None)
     return MaskPlan(
         lower,
         upper,
-        tokens,
+        None if tokens is None else tokens.operands(with_positions=lower is not None or upper is not None),
         _plan_blocks([piece for piece in pieces if isinstance(piece, BlockSparse)], *sizes),
         _plan_dense([piece.visible for piece in pieces if isinstance(piece, Dense)], *sizes),
     )
@@ -105,17 +118,17 @@ def _band(pieces: list[Positional], shift: int) -> tuple[int | None, int | None]
     return lower, upper
 
 
-def _row_tokens(batch_shape: tuple[int, ...], q_seq: int, kv_seq: int) -> SegmentOperands:
+def _row_tokens(batch_shape: tuple[int, ...], q_seq: int, kv_seq: int) -> _Tokens:
     """One segment, with row numbers for positions."""
     q_rows, kv_rows = (
         jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (math.prod(batch_shape), n)) for n in (q_seq, kv_seq)
     )
-    return SegmentOperands(jnp.ones_like(q_rows), jnp.ones_like(kv_rows), q_rows, kv_rows)
+    return _Tokens(jnp.ones_like(q_rows), jnp.ones_like(kv_rows), q_rows, kv_rows)
 
 
 def _segment_tokens(
     segments: Segments, positional: list[Positional], batch_shape: tuple[int, ...], q_seq: int, kv_seq: int
-) -> SegmentOperands:
+) -> _Tokens:
     _check_ids("q_ids", segments.q_ids, "query", batch_shape, q_seq)
     _check_ids("kv_ids", segments.kv_ids, "key", batch_shape, kv_seq)
     q_ids = _flat(segments.q_ids, batch_shape)
@@ -137,10 +150,10 @@ def _segment_tokens(
                 "positions that you mean to Segments"
             )
         q_positions += count_of_ids(kv_ids, q_ids) - count_of_ids(q_ids, q_ids)
-    return SegmentOperands(q_ids, kv_ids, q_positions, kv_positions)
+    return _Tokens(q_ids, kv_ids, q_positions, kv_positions)
 
 
-def _refined(tokens: SegmentOperands, positional: list[Positional], shift: int) -> SegmentOperands:
+def _refined(tokens: _Tokens, positional: list[Positional], shift: int) -> _Tokens:
     """The ids divided further, by chunk and by residue: tokens of one id see one another as before."""
     q_seq = tokens.q_ids.shape[1]
     for piece in positional:
@@ -159,9 +172,7 @@ def _refined(tokens: SegmentOperands, positional: list[Positional], shift: int) 
     return tokens
 
 
-def _with_prefixes(
-    tokens: SegmentOperands, positional: list[Positional], batch_shape: tuple[int, ...]
-) -> SegmentOperands:
+def _with_prefixes(tokens: _Tokens, positional: list[Positional], batch_shape: tuple[int, ...]) -> _Tokens:
     kv_seq = tokens.kv_ids.shape[1]
     for piece in positional:
         if not isinstance(piece, PrefixLM):

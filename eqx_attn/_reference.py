@@ -72,7 +72,9 @@ def reference_attention(
     row_sum = jnp.where(dead, 1, row_sum)
     probabilities = weights / row_sum
     if operands.dropout_seed is not None:
-        kept = _dropout.kept(operands.dropout_seed, operands.q_index, operands.kv_index, operands.dropout_rate)
+        q_index, kv_index = operands.q_index, operands.kv_index
+        assert q_index is not None and kv_index is not None
+        kept = _dropout.kept(operands.dropout_seed, q_index, kv_index, operands.dropout_rate)
         probabilities = jnp.where(kept, probabilities / (1 - operands.dropout_rate), 0)
     probabilities = probabilities.reshape(batch, kv_heads, q_heads // kv_heads, q_seq, kv_seq)
     with jax.default_matmul_precision("highest"):

@@ -68,10 +68,7 @@ def reasons_against(implementation: str, request: Request) -> list[str]:
             f"query, key and value are {request.dtype}; the kernels of {implementation} compute in {', '.join(dtypes)}: "
             "cast the three arrays"
         )
-    refusal = request.spec(Target(implementation)).refusal()
-    if refusal is not None:
-        reasons.append(refusal)
-    return reasons
+    return reasons + request.spec(Target(implementation)).refusals()
 
 
 def absence(implementation: str, request: Request) -> list[str]:

@@ -128,7 +128,7 @@ def prepare(sizes: Sizes, layout: str, options: Options) -> tuple[Request, MaskP
         bias=options.bias is not None,
         softcap=options.softcap is not None,
         sinks=options.sinks is not None,
-        dropout=drops(options.dropout),
+        dropout=_dropout_of(options) is not None,
         maxlogit=options.return_max_logit,
     )
     request = Request(
@@ -148,11 +148,6 @@ def prepare(sizes: Sizes, layout: str, options: Options) -> tuple[Request, MaskP
     return request, plan
 
 
-def drops(dropout) -> bool:
-    """Whether there is any dropout."""
-    return dropout is not None and dropout.rate > 0
-
-
 def operands_for(plan: MaskPlan, scale: float) -> Operands:
     """What the kernel reads besides the arrays. A window's missing bound becomes one that always holds."""
     lower, upper = plan.lower, plan.upper
@@ -168,12 +163,18 @@ def operands_for(plan: MaskPlan, scale: float) -> Operands:
     )
 
 
+def _dropout_of(options: Options) -> Dropout | None:
+    """The dropout, unless it drops nothing."""
+    return options.dropout if options.dropout is not None and options.dropout.rate > 0 else None
+
+
 def _dropout_operands(options: Options, sizes: Sizes) -> dict:
-    if not drops(options.dropout):
+    dropout = _dropout_of(options)
+    if dropout is None:
         return {}
     return dict(
-        dropout_rate=float(options.dropout.rate),
-        dropout_seed=_dropout.seeds(options.dropout.key, sizes.batch, sizes.q_heads),
+        dropout_rate=float(dropout.rate),
+        dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads),
         q_index=jnp.arange(sizes.q_seq, dtype=jnp.int32),
         kv_index=jnp.arange(sizes.kv_seq, dtype=jnp.int32),
     )
@@ -215,5 +216,6 @@ def _reference(layout, arrays, operands):
     q, k, v = unpacked(arrays, layout, operands.heads_of_kv)
     if layout != "bhsd":
         return reference_attention(q, k, v, operands)
-    out, *others = reference_attention(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)), operands)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    out, *others = reference_attention(q, k, v, operands)
     return jnp.swapaxes(out, 1, 2), *others

@@ -1,6 +1,7 @@
 """The checks of `attention`'s arguments, whose messages name the argument, what was found, and the way out."""
 
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ._dropout import Dropout
 
@@ -13,7 +14,7 @@ def check_arrays(query, key, value, layout: str) -> None:
         raise ValueError(f"layout is {layout!r}: it is one of {', '.join(map(repr, LAYOUTS))}")
     arrays = dict(query=query, key=key, value=value)
     for name, array in arrays.items():
-        _check_array(name, array, layout)
+        check_array(name, array, LAYOUTS[layout], 3)
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}
     if len(set(dtypes.values())) > 1:
         raise TypeError(f"dtypes differ: {_listed(dtypes)}; cast them to one, for instance key.astype(query.dtype)")
@@ -95,13 +96,40 @@ def check_dropout(dropout) -> None:
         )
 
 
-def _check_array(name, array, layout):
-    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-        raise TypeError(f"{name} is a {type(array).__name__}: give a JAX array of shape {LAYOUTS[layout]}")
-    if array.ndim < 3:
+def check_lengths(q_lengths, kv_lengths, q_tokens: int, kv_tokens: int) -> None:
+    """Raises TypeError or ValueError where the lengths of ragged sequences do not fit.
+
+    The values of traced lengths are not known: where their sum exceeds the tokens, the last sequences are cut off.
+    """
+    for name, lengths, tokens in (("q_lengths", q_lengths, q_tokens), ("kv_lengths", kv_lengths, kv_tokens)):
+        if lengths is None:
+            continue
+        if not jnp.issubdtype(jnp.result_type(lengths), jnp.integer) or jnp.ndim(lengths) != 1:
+            raise TypeError(
+                f"{name} has shape {jnp.shape(lengths)} and dtype {jnp.result_type(lengths)}: give one integer per sequence"
+            )
+        if not isinstance(lengths, Tracer) and int(jnp.sum(jnp.asarray(lengths))) > tokens:
+            raise ValueError(f"{name} sum up to {int(jnp.sum(jnp.asarray(lengths)))}, but there are {tokens} tokens")
+    if kv_lengths is None:
+        if q_tokens != kv_tokens:
+            raise ValueError(
+                f"query has {q_tokens} tokens and key {kv_tokens}: give kv_lengths, the lengths of the keys"
+            )
+    elif jnp.shape(q_lengths) != jnp.shape(kv_lengths):
         raise ValueError(
-            f"{name} has shape {array.shape}: layout {layout!r} wants {LAYOUTS[layout]}; split the projection's output into "
-            "heads with .reshape(*batch, seq, heads, dim)"
+            f"q_lengths has {len(q_lengths)} sequences and kv_lengths {len(kv_lengths)}: give one length per sequence to both "
+            "(0 where there is none)"
+        )
+
+
+def check_array(name: str, array, shape: str, axes: int) -> None:
+    """Raises TypeError or ValueError where `array` is no floating array `[...]` of at least so many axes."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(f"{name} is a {type(array).__name__}: give a JAX array of shape {shape}")
+    if array.ndim < axes:
+        raise ValueError(
+            f"{name} has shape {array.shape}: it is {shape}; split the projection's output into heads with "
+            f".reshape({', '.join(shape.strip('[]').split(', '))})"
         )
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(

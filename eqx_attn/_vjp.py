@@ -7,6 +7,7 @@ and calls itself; inside, the dispatch on the platform that is lowered for.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +77,9 @@ def _is_primal(x):
     return isinstance(x, CustomVJPPrimal)
 
 
-def _instantiate(cotangent):
+def _instantiate(cotangent: Any) -> Array:
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
+        return jnp.zeros(cotangent.shape, jnp.dtype(str(cotangent.dtype)))
     return cotangent
 
 
@@ -102,7 +103,8 @@ def _forward_on(call: Call, route: Route, arrays, operands):
             return tuple(load_kernel(route.spec).forward(*arrays, operands, route.tiles))
         assert isinstance(route.tiles, Tile)
         q, k, v = unpacked(arrays, call.layout, operands.heads_of_kv)
-        out, *others = _blockwise.forward(*(_heads_first(x, call.layout) for x in (q, k, v)), operands, route.tiles)
+        q, k, v = (_heads_first(x, call.layout) for x in (q, k, v))
+        out, *others = _blockwise.forward(q, k, v, operands, route.tiles)
         return _heads_first(out, call.layout), *others
 
 
@@ -128,6 +130,7 @@ def unpacked(arrays: Arrays, layout: str, heads_of_kv: int | None) -> Arrays:
     """Query, key and value, sliced out of packed arrays."""
     if layout == "qkv":
         (qkv,) = arrays
+        assert heads_of_kv is not None
         q_heads = qkv.shape[2] - 2 * heads_of_kv
         return tuple(jnp.split(qkv, (q_heads, q_heads + heads_of_kv), axis=2))
     if layout == "kv":
@@ -189,7 +192,7 @@ def _fold_operands(fold, mapped: Operands, operands: Operands, gradients: bool) 
             )
     has_gradient = dict(bias=gradients and operands.bias_gradient, sinks=gradients)
 
-    def fold_field(name, of=operands, mapped=mapped):
+    def fold_field(name, of: Any = operands, mapped: Any = mapped):
         x, is_mapped = getattr(of, name), getattr(mapped, name)
         shared = name in ("dense", "bias", "sinks", "seen") and not has_gradient.get(name, False)
         if x is None or (shared and not is_mapped and x.shape[0] == 1):

@@ -85,7 +85,21 @@ def _visible(mask, shape, segments):
         q_ids, kv_ids = _rows(mask.q_ids, shape, q_seq), _rows(mask.kv_ids, shape, kv_seq)
         same = (q_ids[..., :, None] == kv_ids[..., None, :]) & (q_ids[..., :, None] > 0)
         return np.broadcast_to(same[..., None, :, :], shape)
+    if isinstance(mask, eqx_attn.BlockSparse):
+        (rows, columns), seen = mask.block_size, np.asarray(mask.seen)
+        seen = seen[..., np.arange(q_seq) // rows, :][..., np.arange(kv_seq) // columns]
+        return np.broadcast_to(seen, shape)
     q_positions, kv_positions = _positions(segments, mask.alignment, shape)
+    if isinstance(mask, eqx_attn.Chunked | eqx_attn.Dilated):
+        q_positions, kv_positions = q_positions[..., None, :, None], kv_positions[..., None, None, :]
+        if isinstance(mask, eqx_attn.Chunked):
+            return np.broadcast_to(q_positions // mask.size == kv_positions // mask.size, shape)
+        return np.broadcast_to((q_positions - kv_positions) % mask.step == 0, shape)
+    if isinstance(mask, eqx_attn.PrefixLM):
+        prefix = np.asarray(mask.prefix)
+        inside = prefix if prefix.dtype == bool else kv_positions < np.broadcast_to(prefix, shape[:-3])[..., None]
+        past = kv_positions[..., None, :] <= q_positions[..., :, None]
+        return np.broadcast_to((past | inside[..., None, :])[..., None, :, :], shape)
     distance = (kv_positions[..., None, :] - q_positions[..., :, None])[..., None, :, :]
     left, right = (None, 0) if isinstance(mask, eqx_attn.Causal) else (mask.left, mask.right)
     seen = np.ones(distance.shape, bool)
@@ -134,8 +148,23 @@ def score_shape(inputs: Inputs) -> tuple[int, ...]:
     return (*inputs.dlse.shape, kv_seq)
 
 
-def expected(inputs: Inputs, mask, scale=None, product_eps=None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """The options of a call: `bias` as given, `sinks` `[q_heads]`, and `kept` `[*batch, q_heads, q_seq, kv_seq]` of dropout."""
+
+    bias: Any = None
+    sinks: Any = None
+    softcap: float | None = None
+    kept: np.ndarray | None = None
+    rate: float = 0.0
+
+
+def expected(
+    inputs: Inputs, mask, scale=None, product_eps=None, extras: Extras = Extras()
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Each result with the error that it may have, both in float64 and in the arrays' layout.
+
+    Also `max_logit`, and `dbias` and `dsinks` where the options have them.
 
     The allowance is the first-order error of the algorithm. Roundings are as often up as down, so a sum's terms bring
     their errors in quadrature, and adding up n terms brings sqrt(n) roundings (`wide`: of the accumulator, float32 or
@@ -162,34 +191,50 @@ def expected(inputs: Inputs, mask, scale=None, product_eps=None) -> dict[str, tu
     seen = visible(mask, score_shape(inputs)) if not isinstance(mask, np.ndarray) else mask
     (q_seq, qk_dim), (kv_seq, v_dim) = q.shape[-2:], v.shape[-2:]
 
-    scores = np.where(seen, scale * q @ k.mT, -np.inf)
-    alive = seen.any(-1, keepdims=True)
-    top = np.where(alive, scores.max(-1, keepdims=True), 0)
+    raw = scale * q @ k.mT
+    part = np.zeros(()) if extras.softcap is None else np.tanh(raw / extras.softcap)
+    scores, slope = (raw, 1.0) if extras.softcap is None else (extras.softcap * part, 1 - part**2)
+    if extras.bias is not None:
+        bias = np.asarray(extras.bias, np.float64)
+        scores, seen = scores + np.where(np.isinf(bias), 0, bias), seen & (bias > -np.inf)
+    scores = np.where(seen, scores, -np.inf)
+    max_logit = scores.max(-1)
+    top = scores.max(-1, keepdims=True)
+    sinks = np.full((1, 1), -np.inf) if extras.sinks is None else np.asarray(extras.sinks, np.float64)[:, None]
+    top = np.maximum(top, sinks[..., None])
+    alive = top > -np.inf
+    top = np.where(alive, top, 0)
     weights = np.exp(scores - top)
-    total = np.where(alive, weights.sum(-1, keepdims=True), 1)
+    total = np.where(alive, weights.sum(-1, keepdims=True) + np.exp(sinks[..., None] - top), 1)
     p = weights / total
     lse = np.where(alive, top + np.log(total), -np.inf)
-    out = p @ v
+    kept = 1.0 if extras.kept is None else extras.kept / (1 - extras.rate)
+    dropped = p * kept
+    out = dropped @ v
     delta = np.where(alive, (out * dout).sum(-1, keepdims=True) - dlse[..., None], 0)
-    dp = dout @ v.mT
-    ds = scale * p * (dp - delta)
+    dp = kept * (dout @ v.mT)
+    dbias = p * (dp - delta)
+    ds = scale * slope * dbias
+    sink_weights = np.where(alive, np.exp(sinks[..., None] - np.where(alive, lse, 0)), 0)
 
     def norm(x, y):
         """`x @ y` with its terms added in quadrature."""
         return np.sqrt(x**2 @ y**2)
 
-    score_error = abs(scale) * (wide * np.sqrt(qk_dim) + factor) * norm(q, k.mT)
+    raw_error = abs(scale) * (wide * np.sqrt(qk_dim) + factor) * norm(q, k.mT)
+    score_error = slope * raw_error + (0 if extras.softcap is None else 4 * wide * extras.softcap)
     score_error = np.where(seen, score_error + 3 * wide * abs(np.where(seen, scores, 0)), 0)
     row_error = np.sqrt(((p * score_error) ** 2).sum(-1, keepdims=True))
     row_error = row_error + wide * (np.sqrt(kv_seq) + 3 * abs(np.where(alive, lse, 0)))
     own_error = score_error + narrow + factor  # of a weight, besides its row's
-    shown = abs(scale) * p * abs(dp - delta)
-    dp_error = (wide * np.sqrt(v_dim) + factor) * norm(dout, v.mT)
+    shown = abs(scale) * slope * p * abs(dp - delta)
+    dp_error = kept * (wide * np.sqrt(v_dim) + factor) * norm(dout, v.mT)
     delta_error = np.sqrt(((p * own_error * dp) ** 2).sum(-1, keepdims=True)) + row_error * abs(delta + dlse[..., None])
     delta_error = delta_error + (narrow + wide * np.sqrt(v_dim)) * np.sqrt(((out * dout) ** 2).sum(-1, keepdims=True))
     delta_error = np.where(alive, delta_error + wide * abs(dlse[..., None]), 0)
-    ds_error = own_error * shown + abs(scale) * p * dp_error
-    shared_error = row_error * shown + abs(scale) * p * delta_error
+    slope_error = 0 if extras.softcap is None else 8 * wide + 2 * abs(part) * raw_error / extras.softcap
+    ds_error = own_error * shown + abs(scale) * p * (slope * dp_error + slope_error * abs(dp - delta))
+    shared_error = row_error * shown + abs(scale) * slope * p * delta_error
     q_sum, kv_sum = wide * np.sqrt(q_seq * group) + factor, wide * np.sqrt(kv_seq) + factor
 
     def sum_heads(x):
@@ -201,24 +246,43 @@ def expected(inputs: Inputs, mask, scale=None, product_eps=None) -> dict[str, tu
         lse=lse[..., 0],
         dq=ds @ k,
         dk=sum_heads(ds.mT @ q),
-        dv=sum_heads(p.mT @ dout),
+        dv=sum_heads(dropped.mT @ dout),
+        max_logit=max_logit.max(-1),
     )
     allowed = dict(
-        out=norm(p * (own_error + kv_sum), v) + row_error * abs(out),
+        out=norm(dropped * (own_error + kv_sum), v) + row_error * abs(out),
         lse=row_error[..., 0],
-        dq=norm(ds_error + kv_sum * abs(ds), k) + row_error * abs(ds @ k) + abs(scale) * delta_error * abs(p @ k),
+        dq=norm(ds_error + kv_sum * abs(ds), k)
+        + row_error * abs(ds @ k)
+        + abs(scale) * delta_error * abs((slope * p) @ k),
         dk=np.sqrt(sum_heads(norm((ds_error + shared_error + q_sum * abs(ds)).mT, q) ** 2)),
-        dv=np.sqrt(sum_heads(norm((p * (own_error + row_error + q_sum)).mT, dout) ** 2)),
+        dv=np.sqrt(sum_heads(norm((dropped * (own_error + row_error + q_sum)).mT, dout) ** 2)),
+        max_logit=np.where(np.isinf(max_logit), 0, score_error.max(-1)).max(-1),
     )
-    for name in NAMES:
-        rounding = wide if name == "lse" else narrow
+    if extras.bias is not None:
+        bias_error = own_error * abs(dbias) + p * dp_error + row_error * abs(dbias) + p * delta_error
+        values["dbias"] = _summed(dbias, bias.shape)
+        size = dbias.size / bias.size
+        allowed["dbias"] = np.sqrt(_summed((bias_error + wide * np.sqrt(size) * abs(dbias)) ** 2, bias.shape))
+    if extras.sinks is not None:
+        values["dsinks"] = -(sink_weights * delta).reshape(-1, *delta.shape[-3:]).sum((0, 2, 3))
+        sink_error = sink_weights * (delta_error + (row_error + wide * np.sqrt(q_seq)) * abs(delta))
+        allowed["dsinks"] = np.sqrt((sink_error**2).reshape(-1, *delta.shape[-3:]).sum((0, 2, 3)))
+    for name in values:
+        rounding = wide if name in ("lse", "max_logit", "dsinks") else narrow
         allowed[name] = 2 * allowed[name] + rounding * abs(np.where(np.isinf(values[name]), 0, values[name]))
         allowed[name] = allowed[name] + float(finfo.smallest_subnormal)
 
     def back(name, x):
-        return x if heads_first or name == "lse" else np.swapaxes(x, -3, -2)
+        return np.swapaxes(x, -3, -2) if name in ("out", "dq", "dk", "dv") and not heads_first else x
 
-    return {name: (back(name, values[name]), back(name, allowed[name])) for name in NAMES}
+    return {name: (back(name, values[name]), back(name, allowed[name])) for name in values}
+
+
+def _summed(x, shape):
+    """`x` summed over the axes along which an array of `shape` was broadcast."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    return x.sum(tuple(axis for axis, size in enumerate(shape) if size == 1 != x.shape[axis]), keepdims=True)
 
 
 def results(inputs: Inputs, mask, **options) -> dict[str, np.ndarray]:

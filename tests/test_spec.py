@@ -24,7 +24,7 @@ specs = st.builds(KernelSpec, **{field.name: values(field) for field in dataclas
 @given(specs)
 def test_a_name_reads_back(spec):
     assert KernelSpec.from_name(spec.name) == spec
-    assert spec.refusal() is None
+    assert (spec.refusal() is None) == (not spec.refusals())
 
 
 @given(specs, specs)
@@ -48,13 +48,13 @@ def test_any_other_text_is_an_error_with_the_form_of_a_name(text):
     "name, message",
     [
         ("cuda/bshd_causal_qk64_v64", "'cuda' where one of pallas_tpu, triton"),
-        ("triton/sbhd_causal_qk64_v64", "'sbhd' where one of bshd, bhsd belongs"),
+        ("triton/sbhd_causal_qk64_v64", "'sbhd' where one of bshd, bhsd, qkv, kv belongs"),
         ("triton/bshd_causal_64_v64", "'64' where its qk_dim belongs"),
         ("triton/bshd_causal_qk64", "ends before its v_dim"),
         ("triton/bshd_causal_qk64_v64_segment", "'segment' left over"),
         ("triton/bshd_segments_causal_qk64_v64", "'segments' where one of full, causal, window belongs"),
         ("triton/bshd_causal_qk064_v64", "is written 'triton/bshd_causal_qk64_v64'"),
-        ("triton", "'' where one of bshd, bhsd belongs"),
+        ("triton", "'' where one of bshd, bhsd, qkv, kv belongs"),
     ],
 )
 def test_a_wrong_name_says_what_is_wrong(name, message):
@@ -66,8 +66,14 @@ def test_a_wrong_name_says_what_is_wrong(name, message):
 @pytest.mark.parametrize("dim", [0, 4, 100, 264, -8])
 def test_a_head_dim_without_a_kernel_is_named(field, dim):
     spec = KernelSpec(Target.TRITON, Layout.BSHD, MaskKind.FULL, 64, 64)
-    reason = dataclasses.replace(spec, **{field: dim}).refusal()
-    assert reason == f"{field} is {dim}; kernels exist for multiples of 8 from 8 to 256"
+    (reason,) = dataclasses.replace(spec, **{field: dim}).refusals()
+    assert reason.startswith(f"{field} is {dim}; kernels exist for multiples of 8 from 8 to 256: pad the head dim")
+    assert spec.refusals() == []
+
+
+def test_a_packed_array_has_one_head_dim():
+    (reason, *_) = KernelSpec(Target.TRITON, Layout.QKV, MaskKind.FULL, 64, 128).refusals()
+    assert reason == "qk_dim is 64 and v_dim 128; a packed array has one head dim"
 
 
 def test_nearest_finds_a_typing_error():
