@@ -15,6 +15,7 @@ from .spec import KernelSpec, Layout, MaskKind
 # A grouped call of ordinary size. The lengths are no multiple of any tile, so that the code of the last block is there.
 BATCH, SEQ, Q_HEADS, KV_HEADS = 2, 4000, 8, 2
 WINDOW = 1024
+MAP_BLOCK = 128
 
 _TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
@@ -93,41 +94,57 @@ def functions(spec: KernelSpec, device: str) -> list[tuple[Callable, tuple]]:
     with target(device):
         tiles = default_tiles(spec, "bfloat16", SEQ, SEQ)
 
-    def forward(q, k, v, operands):
+    def forward(arrays, operands):
         with target(device):
-            return module.forward(q, k, v, operands, tiles)
+            return module.forward(*arrays, operands, tiles)
 
-    def backward(q, k, v, out, lse, dout, dlse, operands):
+    def backward(arrays, out, lse, dout, dlse, operands):
         with target(device):
-            return module.backward(q, k, v, out, lse, dout, dlse, operands, tiles)
+            return module.backward(*arrays, out, lse, dout, dlse, operands, tiles)
 
-    q, k, v, out = (
-        _array(spec, heads, dim)
-        for heads, dim in (
-            (Q_HEADS, spec.qk_dim),
-            (KV_HEADS, spec.qk_dim),
-            (KV_HEADS, spec.v_dim),
-            (Q_HEADS, spec.v_dim),
-        )
-    )
+    out = _array(spec, Q_HEADS, spec.v_dim)
     lse = jax.ShapeDtypeStruct((BATCH, Q_HEADS, SEQ), jnp.float32)
-    operands = _operands(spec)
-    return [(forward, (q, k, v, operands)), (backward, (q, k, v, out, lse, out, lse, operands))]
+    arrays, operands = _arrays(spec), _operands(spec)
+    return [(forward, (arrays, operands)), (backward, (arrays, out, lse, out, lse, operands))]
+
+
+def _arrays(spec: KernelSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The arrays of a call, in the spec's layout."""
+    heads = {Layout.QKV: (Q_HEADS + 2 * KV_HEADS,), Layout.KV: (Q_HEADS, 2 * KV_HEADS)}
+    dims = (spec.qk_dim, spec.qk_dim, spec.v_dim)
+    return tuple(_array(spec, *x) for x in zip(heads.get(spec.layout, (Q_HEADS, KV_HEADS, KV_HEADS)), dims, strict=False))
 
 
 def _array(spec: KernelSpec, heads: int, dim: int) -> jax.ShapeDtypeStruct:
-    shape = (BATCH, SEQ, heads, dim) if spec.layout is Layout.BSHD else (BATCH, heads, SEQ, dim)
+    shape = (BATCH, heads, SEQ, dim) if spec.layout is Layout.BHSD else (BATCH, SEQ, heads, dim)
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 def _operands(spec: KernelSpec) -> Any:
-    from eqx_attn._operands import Operands, SegmentOperands
+    """One array of each kind that the spec has, the bias per head, and one map of blocks for all heads."""
+    from eqx_attn._operands import BlockOperands, Operands, SegmentOperands
 
-    tokens: Any = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
+    def array(shape, dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    tokens, index = array((BATCH, SEQ), jnp.int32), array((SEQ,), jnp.int32) if spec.dropout else None
     positions = None if spec.mask is MaskKind.FULL else tokens
+    map_shape = (1, 1, -(-SEQ // MAP_BLOCK), -(-SEQ // MAP_BLOCK))
     return Operands(
         scale=spec.qk_dim**-0.5,
         lower=-WINDOW if spec.mask is MaskKind.WINDOW else None,
         upper=None if spec.mask is MaskKind.FULL else 0,
+        softcap=50.0 if spec.softcap else None,
+        dropout_rate=0.1 if spec.dropout else 0.0,
+        bias_gradient=spec.bias,
+        max_logit=spec.maxlogit,
+        heads_of_kv=KV_HEADS if spec.layout.packed else None,
         segments=SegmentOperands(tokens, tokens, positions, positions) if spec.segments else None,
+        blocks=BlockOperands(array(map_shape, jnp.bool_), MAP_BLOCK, MAP_BLOCK) if spec.blocks else None,
+        dense=array((BATCH, 1, SEQ, SEQ), jnp.bool_) if spec.dense else None,
+        bias=array((1, Q_HEADS, SEQ, SEQ), jnp.float32) if spec.bias else None,
+        sinks=array((1, Q_HEADS), jnp.float32) if spec.sinks else None,
+        dropout_seed=array((BATCH, Q_HEADS), jnp.uint32) if spec.dropout else None,
+        q_index=index,
+        kv_index=index,
     )
