@@ -145,7 +145,7 @@ class KernelSpec:
 
 
 _NOT_YET: dict[Target, frozenset[str]] = {
-    Target.PALLAS_TPU: frozenset(("blocks",)),
+    Target.PALLAS_TPU: frozenset(),
     Target.TRITON: frozenset(("qkv", "kv", "blocks", "dense", "bias", "softcap", "sinks", "dropout", "maxlogit")),
 }
 """What the templates of a target cannot write."""

@@ -1,5 +1,6 @@
 """What a generated kernel imports from eqx_attn, and nothing else."""
 
+from ._map_blocks import has_bit as has_bit, map_blocks as map_blocks
 from ._pallas import (
     column as column,
     dot as dot,
@@ -21,6 +22,8 @@ from ._triton_call import triton_call as triton_call
 from ._visits import (
     band_kv_visits as band_kv_visits,
     band_q_visits as band_q_visits,
+    map_kv_visits as map_kv_visits,
+    map_q_visits as map_q_visits,
     segment_kv_visits as segment_kv_visits,
     segment_q_visits as segment_q_visits,
 )
