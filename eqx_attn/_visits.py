@@ -276,8 +276,8 @@ def _map_visits(seen: Array, batch: int, row: _Side, column: _Side, lower, upper
     some, every = _any_and_all(seen, row._replace(block=row.block * join), column._replace(block=column.block * join))
     if tokens is None:
         ranges = _band_ranges(row.seq, column.seq, row.block * join, column.block * join, lower, upper)
-        first, visited, whole_first, whole_end = (x[:, None] for x in ranges)
-        block = np.arange(some.shape[3])
+        first, visited, whole_first, whole_end = (x[None, None, :, None] for x in ranges)
+        block = np.arange(some.shape[3])[None, None, None]
         in_band = (block >= first) & (block < first + visited)
         inside = (block >= whole_first) & (block < whole_end)
     else:
@@ -296,7 +296,7 @@ def _any_and_all(seen: Array, row: _Side, column: _Side) -> tuple[Array, Array]:
     sums = jnp.cumsum(jnp.cumsum(jnp.pad(seen.astype(jnp.int32), ((0, 0), (0, 0), (1, 0), (1, 0))), axis=2), axis=3)
     above, below = sums[:, :, top], sums[:, :, bottom]
     found = below[..., right] - below[..., left] - above[..., right] + above[..., left]
-    return found > 0, found == (bottom - top)[:, None] * (right - left)
+    return found > 0, found == ((bottom - top)[:, None] * (right - left)[None])[None, None]
 
 
 def _touched(side: _Side) -> tuple[np.ndarray, np.ndarray]:
