@@ -14,7 +14,8 @@ from .spec import KernelSpec, Layout, MaskKind
 
 # A grouped call of ordinary size. The lengths are no multiple of any tile, so that the code of the last block is there.
 BATCH, SEQ, Q_HEADS, KV_HEADS = 2, 4000, 8, 2
-WINDOW, MAP_BLOCK = 1024, 128
+WINDOW = 1024
+MAP_BLOCK = 128
 
 _TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
@@ -101,21 +102,19 @@ def functions(spec: KernelSpec, device: str) -> list[tuple[Callable, tuple]]:
         with target(device):
             return module.backward(*arrays, out, lse, dout, dlse, operands, tiles)
 
-    arrays = _arrays(spec)
     out = _array(spec, Q_HEADS, spec.v_dim)
     lse = jax.ShapeDtypeStruct((BATCH, Q_HEADS, SEQ), jnp.float32)
-    operands = _operands(spec)
+    arrays, operands = _arrays(spec), _operands(spec)
     return [(forward, (arrays, operands)), (backward, (arrays, out, lse, out, lse, operands))]
 
 
 def _arrays(spec: KernelSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Query, key and value, or fewer where some of them are packed."""
-    if spec.layout is Layout.QKV:
-        return (_array(spec, Q_HEADS + 2 * KV_HEADS, spec.qk_dim),)
-    if spec.layout is Layout.KV:
-        return _array(spec, Q_HEADS, spec.qk_dim), _array(spec, 2 * KV_HEADS, spec.qk_dim)
-    heads_and_dims = ((Q_HEADS, spec.qk_dim), (KV_HEADS, spec.qk_dim), (KV_HEADS, spec.v_dim))
-    return tuple(_array(spec, heads, dim) for heads, dim in heads_and_dims)
+    """The arrays of a call, in the spec's layout."""
+    heads = {Layout.QKV: (Q_HEADS + 2 * KV_HEADS,), Layout.KV: (Q_HEADS, 2 * KV_HEADS)}
+    dims = (spec.qk_dim, spec.qk_dim, spec.v_dim)
+    return tuple(
+        _array(spec, *x) for x in zip(heads.get(spec.layout, (Q_HEADS, KV_HEADS, KV_HEADS)), dims, strict=False)
+    )
 
 
 def _array(spec: KernelSpec, heads: int, dim: int) -> jax.ShapeDtypeStruct:
@@ -124,34 +123,30 @@ def _array(spec: KernelSpec, heads: int, dim: int) -> jax.ShapeDtypeStruct:
 
 
 def _operands(spec: KernelSpec) -> Any:
+    """One array of each kind that the spec has, the bias per head, and one map of blocks for all heads."""
     from eqx_attn._operands import BlockOperands, Operands, SegmentOperands
 
-    tokens: Any = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
+    def array(shape, dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    tokens, index = array((BATCH, SEQ), jnp.int32), array((SEQ,), jnp.int32) if spec.dropout else None
     positions = None if spec.mask is MaskKind.FULL else tokens
-    index: Any = jax.ShapeDtypeStruct((SEQ,), jnp.int32)
-    grid = -(-SEQ // MAP_BLOCK)
-    seen: Any = jax.ShapeDtypeStruct((1, Q_HEADS, grid, grid), jnp.bool_)
-    of_scores = functools.partial(jax.ShapeDtypeStruct, (1, Q_HEADS, SEQ, SEQ))
-    extras: dict[str, Any] = {}
-    if spec.blocks:
-        extras["blocks"] = BlockOperands(seen, MAP_BLOCK, MAP_BLOCK)
-    if spec.dense:
-        extras["dense"] = of_scores(jnp.bool_)
-    if spec.bias:
-        extras |= dict(bias=of_scores(jnp.bfloat16), bias_gradient=True)
-    if spec.softcap:
-        extras["softcap"] = 50.0
-    if spec.sinks:
-        extras["sinks"] = jax.ShapeDtypeStruct((1, Q_HEADS), jnp.float32)
-    if spec.dropout:
-        seed = jax.ShapeDtypeStruct((BATCH, Q_HEADS), jnp.uint32)
-        extras |= dict(dropout_rate=0.1, dropout_seed=seed, q_index=index, kv_index=index)
+    map_shape = (1, 1, -(-SEQ // MAP_BLOCK), -(-SEQ // MAP_BLOCK))
     return Operands(
         scale=spec.qk_dim**-0.5,
         lower=-WINDOW if spec.mask is MaskKind.WINDOW else None,
         upper=None if spec.mask is MaskKind.FULL else 0,
-        segments=SegmentOperands(tokens, tokens, positions, positions) if spec.segments else None,
+        softcap=50.0 if spec.softcap else None,
+        dropout_rate=0.1 if spec.dropout else 0.0,
+        bias_gradient=spec.bias,
         max_logit=spec.maxlogit,
         heads_of_kv=KV_HEADS if spec.layout.packed else None,
-        **extras,
+        segments=SegmentOperands(tokens, tokens, positions, positions) if spec.segments else None,
+        blocks=BlockOperands(array(map_shape, jnp.bool_), MAP_BLOCK, MAP_BLOCK) if spec.blocks else None,
+        dense=array((BATCH, 1, SEQ, SEQ), jnp.bool_) if spec.dense else None,
+        bias=array((1, Q_HEADS, SEQ, SEQ), jnp.bfloat16) if spec.bias else None,
+        sinks=array((1, Q_HEADS), jnp.float32) if spec.sinks else None,
+        dropout_seed=array((BATCH, Q_HEADS), jnp.uint32) if spec.dropout else None,
+        q_index=index,
+        kv_index=index,
     )

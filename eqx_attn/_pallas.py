@@ -6,6 +6,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from . import _dropout
 from ._context import interpreting
 from ._operands import SegmentOperands
 from ._tuning_tpu import fit_block as fit_block, LANES
@@ -60,3 +61,24 @@ def pad_segments(segments: SegmentOperands, q_rows: int, kv_rows: int) -> tuple[
     if segments.q_positions is None or segments.kv_positions is None:
         return ids
     return *ids, pad_rows(segments.q_positions, q_rows, 0), pad_rows(segments.kv_positions, kv_rows, 0)
+
+
+def tanh(x: Array) -> Array:
+    """In a kernel: the hyperbolic tangent, off by a few units of 2**-24, which the hardware's own is not.
+
+    Where exp2 overflows, the result is 1.
+    """
+    return 1.0 - 2.0 / (jnp.exp2(x * 2.8853900817779268) + 1.0)
+
+
+def drawn(row_hashes: Array, column_hashes: Array, rate: float) -> Array:
+    """In a kernel: which weights dropout keeps, from the hashes of keys `[block_kv, 1]` and of queries `[1, block_q]`.
+
+    They are the uint32 of `_dropout` as int32, whose products have the same bits.
+    """
+
+    def unsigned(x):
+        return lax.bitcast_convert_type(x, jnp.uint32)
+
+    number = _dropout.number_of(unsigned(row_hashes), unsigned(column_hashes))
+    return lax.bitcast_convert_type(number, jnp.int32) >= _dropout.threshold(rate)

@@ -7,13 +7,20 @@ LANES = 128
 """A TPU's vector registers hold 8 rows (sublanes) of 128 lanes; block sizes are multiples of 128."""
 
 
-def fit_block(block: int, seq: int) -> int:
+def fit_block(block: int, seq: int, map_block: int | None = None) -> int:
     """The block size for `seq` rows: at most `block`, a multiple of 128, with little left over in the last block.
+
+    With a map whose blocks have `map_block` rows it divides those, so that a block is hidden or seen as a whole; where no
+    multiple of 128 does, it is small, so that fewer blocks are seen in part.
 
     Raises `ValueError` unless `block` is a positive multiple of 128.
     """
     if block < LANES or block % LANES:
         raise ValueError(f"a tile of {block} rows: TPU kernels take positive multiples of {LANES}")
+    if map_block is not None and map_block < seq:
+        if map_block % LANES == 0:
+            return max(size for size in range(LANES, block + 1, LANES) if map_block % size == 0)
+        block = min(block, 2 * LANES)
     blocks = -(-seq // block)
     return -(-seq // (blocks * LANES)) * LANES
 

@@ -2,8 +2,8 @@
 
 One row of a table belongs to one block of rows (queries in the forward, keys where keys are summed over) and lists the
 blocks of columns that it visits, in order. A block is *partial* where some of its scores are hidden, so that it needs a
-mask; blocks with nothing to see are not listed. Tables are computed from two bounds (a band: in numpy, at trace time)
-or from segments (from each block's least and greatest id and position, in jnp).
+mask; blocks with nothing to see are not listed. Tables are computed from two bounds (a band: in numpy, at trace time),
+from segments (from each block's least and greatest id and position, in jnp), or from a map of blocks, with either.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
-from ._operands import SegmentOperands
+from ._operands import BlockOperands, SegmentOperands, shared_index
 
 MAX_WORDS = 2**16
 """The size of a table at which its blocks are joined: a quarter of a TPU core's scalar memory."""
@@ -33,6 +33,9 @@ class Visits:
     `steps` is the largest number of visits of a row (at least 1), in blocks: the extent of the kernel's innermost grid
     axis. It is an array where the table depends on data.
 
+    With a map of blocks `heads` of the examples are the heads of one entry, which `shared` examples of the batch share:
+    `example` tells which one is that of an example and a head.
+
     `block`, `whole` and `partial` are for index maps and kernels: they read the table, there a reference to scalar
     memory, at a row's step.
     """
@@ -44,6 +47,13 @@ class Visits:
     blocks: int
     join: int
     examples: int
+    heads: int = 1
+    shared: int = 1
+
+    def example(self, example, head):
+        """The example of the table that an example of the batch and a query head use."""
+        entry = example // self.shared
+        return entry * self.heads + head if self.heads > 1 else entry
 
     def block(self, table, row, step, example=0):
         """The block visited at this step, or the last one visited."""
@@ -181,23 +191,120 @@ def _segment_visits(rows: _Tokens, columns: _Tokens, row_block, column_block, lo
     row_count, blocks, join = _cdiv(rows.ids.shape[1], row_block), _cdiv(columns.ids.shape[1], column_block), 1
     while examples * _cdiv(row_count, join) * (1 + _cdiv(blocks, join)) > MAX_WORDS and max(row_count, blocks) > join:
         join *= 2
-    row, column = _summary(rows, row_block * join), _summary(columns, column_block * join)
+    seen, whole = _segment_states(rows, columns, row_block * join, column_block * join, lower, upper)
+    table, longest = _listed(seen, whole)
+    steps = jnp.minimum(longest * join, blocks)
+    return Visits(table, steps, row_count, seen.shape[2], blocks, join, examples)
+
+
+def _segment_states(rows: _Tokens, columns: _Tokens, row_block, column_block, lower, upper) -> tuple[Array, Array]:
+    """Where blocks may see each other, and where wholly: `[batch, rows, blocks]`."""
+    row, column = _summary(rows, row_block), _summary(columns, column_block)
     row = jax.tree.map(lambda x: x[:, :, None], row)
     column = jax.tree.map(lambda x: x[:, None, :], column)
     seen, whole = _same_ids(row, column)
     if lower is not None or upper is not None:
         in_band, inside = _bounds_hold(row, column, lower, upper)
         seen, whole = seen & in_band, whole & inside
+    return seen, whole
+
+
+def _listed(seen: Array, whole: Array) -> tuple[Array, Array]:
+    """The table for `[examples, rows, blocks]`, and the largest number of visits of a row, at least 1."""
     width = seen.shape[2]
-    step = lax.broadcasted_iota(jnp.int32, seen.shape, 2)  # [batch, rows, blocks]
+    step = lax.broadcasted_iota(jnp.int32, seen.shape, 2)
     entry = 2 * step + (~whole).astype(jnp.int32)
     count = jnp.sum(seen, axis=2, dtype=jnp.int32, keepdims=True)
     listed = jnp.sort(jnp.where(seen, entry, 2 * width), axis=2)
     last = jnp.max(jnp.where(seen, entry, 0), axis=2, keepdims=True)
     listed = jnp.where(step < count, listed, last)
-    table = jnp.concatenate([count, listed], axis=2).reshape(-1)
-    steps = jnp.minimum(jnp.maximum(jnp.max(count), 1) * join, blocks)
-    return Visits(table, steps, row_count, width, blocks, join, examples)
+    return jnp.concatenate([count, listed], axis=2).reshape(-1), jnp.maximum(jnp.max(count), 1)
+
+
+def map_kv_visits(
+    blocks: BlockOperands,
+    batch: int,
+    q_seq: int,
+    kv_seq: int,
+    block_q: int,
+    block_kv: int,
+    *,
+    lower: int | None = None,
+    upper: int | None = None,
+    segments: SegmentOperands | None = None,
+) -> Visits:
+    """The blocks of keys that each block of queries visits under a map, and under the bounds and segments, if any.
+
+    A table for each entry of the map, or for each example where there are segments, and for each head of the map.
+    """
+    tokens = None if segments is None else (_queries(segments), _keys(segments))
+    sides = _Side(q_seq, block_q, blocks.rows), _Side(kv_seq, block_kv, blocks.columns)
+    return _map_visits(blocks.seen, batch, *sides, lower, upper, tokens)
+
+
+def map_q_visits(
+    blocks: BlockOperands,
+    batch: int,
+    q_seq: int,
+    kv_seq: int,
+    block_q: int,
+    block_kv: int,
+    *,
+    lower: int | None = None,
+    upper: int | None = None,
+    segments: SegmentOperands | None = None,
+) -> Visits:
+    """The blocks of queries that each block of keys visits: the reverse of `map_kv_visits`."""
+    tokens = None if segments is None else (_keys(segments), _queries(segments))
+    sides = _Side(kv_seq, block_kv, blocks.columns), _Side(q_seq, block_q, blocks.rows)
+    return _map_visits(blocks.seen.swapaxes(2, 3), batch, *sides, _negated(upper), _negated(lower), tokens)
+
+
+class _Side(NamedTuple):
+    """A sequence's length, the kernel's block of it, and the map's."""
+
+    seq: int
+    block: int
+    map_block: int
+
+
+def _map_visits(seen: Array, batch: int, row: _Side, column: _Side, lower, upper, tokens) -> Visits:
+    entries, heads = batch if tokens else seen.shape[0], seen.shape[1]
+    row_count, count, join = _cdiv(row.seq, row.block), _cdiv(column.seq, column.block), 1
+    while (
+        entries * heads * _cdiv(row_count, join) * (1 + _cdiv(count, join)) > MAX_WORDS and max(row_count, count) > join
+    ):
+        join *= 2
+    some, every = _any_and_all(seen, row._replace(block=row.block * join), column._replace(block=column.block * join))
+    if tokens is None:
+        ranges = _band_ranges(row.seq, column.seq, row.block * join, column.block * join, lower, upper)
+        first, visited, whole_first, whole_end = (x[None, None, :, None] for x in ranges)
+        block = np.arange(some.shape[3])[None, None, None]
+        in_band = (block >= first) & (block < first + visited)
+        inside = (block >= whole_first) & (block < whole_end)
+    else:
+        in_band, inside = _segment_states(*tokens, row.block * join, column.block * join, lower, upper)
+        in_band, inside = in_band[:, None], inside[:, None]
+        some, every = (x[shared_index(batch, x.shape[0])] for x in (some, every))
+    shape = (entries * heads, *some.shape[2:])
+    table, longest = _listed((some & in_band).reshape(shape), (every & inside).reshape(shape))
+    steps = jnp.minimum(longest * join, count)
+    return Visits(table, steps, row_count, shape[2], count, join, shape[0], heads, batch // entries)
+
+
+def _any_and_all(seen: Array, row: _Side, column: _Side) -> tuple[Array, Array]:
+    """Whether any, and whether all of the map's blocks that a kernel's block touches are seen: `[_, _, rows, blocks]`."""
+    (top, bottom), (left, right) = _touched(row), _touched(column)
+    sums = jnp.cumsum(jnp.cumsum(jnp.pad(seen.astype(jnp.int32), ((0, 0), (0, 0), (1, 0), (1, 0))), axis=2), axis=3)
+    above, below = sums[:, :, top], sums[:, :, bottom]
+    found = below[..., right] - below[..., left] - above[..., right] + above[..., left]
+    return found > 0, found == ((bottom - top)[:, None] * (right - left)[None])[None, None]
+
+
+def _touched(side: _Side) -> tuple[np.ndarray, np.ndarray]:
+    """For each of a kernel's blocks the first of the map's that it touches, and the one after the last."""
+    start = np.arange(0, side.seq, side.block)
+    return start // side.map_block, (np.minimum(start + side.block, side.seq) - 1) // side.map_block + 1
 
 
 @jax.tree_util.register_dataclass

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, jaxtyped, PRNGKeyArray
 
 from .._attention import attention, Implementation
 from .._masks import as_mask, Mask
+from ._cache import KVCache
 from ._dropout_attention import attention_with_dropout
 from ._positions import mask_positions
 from ._rotary import RotaryEmbedding
@@ -173,7 +174,8 @@ class MultiheadAttention(eqx.Module):
         inference: bool | None = None,
         deterministic: bool | None = None,
         process_heads: _ProcessHeads | None = None,
-    ) -> Float[Array, "q_seq output_size"]:
+        cache: KVCache | None = None,
+    ) -> Float[Array, "q_seq output_size"] | tuple[Float[Array, "q_seq output_size"], KVCache]:
         """**Arguments:**
 
         - `query`: `[q_seq, query_size]`, floating.
@@ -186,8 +188,11 @@ class MultiheadAttention(eqx.Module):
         - `deterministic`: equinox's deprecated name of `inference`.
         - `process_heads`: takes and returns query heads `[q_seq, num_heads, qk_size]`, key heads
             `[kv_seq, num_kv_heads, qk_size]` and value heads `[kv_seq, num_kv_heads, vo_size]`.
+        - `cache`: a `KVCache`, to which key and value are added before the queries look at it. Query, key and value are
+            then the next tokens of one sequence, and `mask` (not `Segments`, no array) speaks of positions in all of it.
 
-        **Returns:** `[q_seq, output_size]`. The row of a query that sees no key is the output projection of 0.
+        **Returns:** `[q_seq, output_size]`; with a cache, that and the cache with the new tokens.
+        The row of a query that sees no key is the output projection of 0.
 
         Raises `ValueError` or `TypeError` for shapes and dtypes other than these, naming the argument, and
         `RuntimeError` if dropout is on and `key` is missing.
@@ -207,8 +212,17 @@ class MultiheadAttention(eqx.Module):
         )
         if process_heads is not None:
             heads = _processed(process_heads, heads)
-        out = self._attend(*_rotated(self.rotary, mask, *heads), mask, key, inference)
-        return jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
+        if cache is None:
+            positions = mask_positions(mask, query.shape[0], key_.shape[0])
+            heads = _rotated(self.rotary, positions, *heads)
+        else:
+            query_heads, *kv_heads = _rotated(self.rotary, _next_positions(cache, query, key_), *heads)
+            cache = cache.append(*kv_heads)
+            mask = cache.mask(mask, query.shape[0])
+            heads = (query_heads, cache.key.astype(query_heads.dtype), cache.value.astype(query_heads.dtype))
+        out = self._attend(*heads, mask, key, inference)
+        out = jax.vmap(self.output_proj)(out.reshape(out.shape[0], -1))
+        return out if cache is None else (out, cache)
 
     @jaxtyped(typechecker=beartype)
     def _attend(
@@ -289,10 +303,19 @@ def _processed(process_heads: _ProcessHeads, heads: tuple[Array, Array, Array]) 
     return new_heads
 
 
-def _rotated(rotary: RotaryEmbedding | None, mask: Mask, query: Array, key: Array, value: Array):
+def _next_positions(cache: KVCache, query: Array, key: Array):
+    if query.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"query has {query.shape[0]} tokens and key_ {key.shape[0]}: with a cache both are the next tokens of one sequence"
+        )
+    positions = cache.positions(query.shape[0])
+    return positions, positions
+
+
+def _rotated(rotary: RotaryEmbedding | None, positions: tuple[Array, Array], query: Array, key: Array, value: Array):
     if rotary is None:
         return query, key, value
-    q_positions, kv_positions = mask_positions(mask, query.shape[0], key.shape[0])
+    q_positions, kv_positions = positions
     return rotary(query, positions=q_positions), rotary(key, positions=kv_positions), value
 
 

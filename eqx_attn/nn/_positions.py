@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from .._masks import Causal, Mask, parts, Segments, SlidingWindow
+from .._masks import Mask, parts, Segments
 from .._segments import count_of_ids
 
 
@@ -14,7 +14,7 @@ def mask_positions(mask: Mask, q_seq: int, kv_seq: int) -> tuple[Int32[Array, " 
     the position of the last key.
     """
     pieces = parts(mask)
-    bottom_right = any(isinstance(p, Causal | SlidingWindow) and p.alignment == "bottom_right" for p in pieces)
+    bottom_right = any(getattr(piece, "alignment", None) == "bottom_right" for piece in pieces)
     for piece in pieces:
         if isinstance(piece, Segments):
             q_positions, kv_positions = piece.q_positions, piece.kv_positions

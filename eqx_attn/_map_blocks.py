@@ -1,0 +1,72 @@
+"""How TPU kernels test a single score against a map of blocks, in tiles that the map's blocks do not fill.
+
+Of each tile of keys a query has some words, of which each bit stands for one of the map's blocks of keys that the tile
+touches. That is as many words as scores divided by the tile's size, and the map's blocks may lie in any way.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from ._operands import BlockOperands
+from ._score_blocks import score_blocks, ScoreBlocks
+
+_BITS = 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WordBlocks:
+    """The words of queries, `array [entries, heads, kv_blocks, words, q_seq]`; `spec` and `tile` as for `ScoreBlocks`."""
+
+    batch: int
+    block_q: int
+    array: Array
+
+    def spec(self, place: Callable) -> pl.BlockSpec:
+        """The block spec for a grid in which `place(*indices)` is example, query head, query block and key block."""
+        entries, heads, _, words, _ = self.array.shape
+        shared = self.batch // entries
+
+        def index(*indices):
+            example, head, q_block, kv_block = place(*indices)
+            return example // shared, head if heads > 1 else 0, kv_block, 0, q_block
+
+        return pl.BlockSpec((None, None, None, words, self.block_q), index)
+
+    def tile(self, ref) -> Array:
+        """In a kernel: `[words, block_q]`."""
+        return ref[...]
+
+
+def map_blocks(
+    blocks: BlockOperands, batch: int, q_seq: int, kv_seq: int, block_q: int, block_kv: int
+) -> tuple[WordBlocks, ScoreBlocks]:
+    """The words of the queries, and for each key which bit of its tile's words is its own."""
+    key = np.arange(kv_seq)
+    first = key // block_kv * block_kv // blocks.columns  # of a key's tile
+    bit = key // blocks.columns - first
+    starts = np.arange(0, kv_seq, block_kv)
+    words = -(-(int(bit.max()) + 1) // _BITS)
+    number = starts[:, None] // blocks.columns + np.arange(words * _BITS)  # [kv_blocks, bits]
+    seen = blocks.seen[..., np.minimum(number, blocks.seen.shape[3] - 1)]
+    seen = seen.reshape(*seen.shape[:-1], words, _BITS).astype(jnp.uint32)
+    packed = jnp.sum(
+        seen << jnp.arange(_BITS, dtype=jnp.uint32).reshape(1, 1, 1, 1, 1, _BITS), axis=-1, dtype=jnp.uint32
+    )
+    packed = lax.bitcast_convert_type(packed, jnp.int32)  # [entries, heads, q_blocks of the map, kv_blocks, words]
+    packed = jnp.moveaxis(packed[:, :, np.arange(q_seq) // blocks.rows], 2, 4)
+    bits = jnp.asarray(bit, jnp.int32)[None, None, None]
+    return WordBlocks(batch, block_q, packed), score_blocks(bits, batch, block_q, block_kv)
+
+
+def has_bit(words: Array, bits: Array) -> Array:
+    """In a kernel: whether bit `bits [block_kv, 1]` of the words `[words, block_q]` of each query is set."""
+    word = words[:1]
+    for number in range(1, words.shape[0]):
+        word = jnp.where(bits >> 5 == number, words[number : number + 1], word)
+    return (word >> (bits & 31)) & 1 == 1

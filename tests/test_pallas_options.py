@@ -1,0 +1,141 @@
+"""The options of TPU kernels, interpreted, against the dense reference in float64: every result and every gradient."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+import eqx_attn
+from eqx_attn import Full
+from eqx_attn._operands import Tile, Tiles
+from eqx_attn._serve import Options, serve, Sizes
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several blocks even of short sequences."""
+    tiles = Tiles(Tile(128, 128), Tile(128, 128), Tile(128, 128))
+    monkeypatch.setattr(eqx_attn._tuning, "pallas_tpu_tiles", lambda *_: tiles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call: separate arrays in bshd, random cotangents, the options."""
+
+    layout: str
+    sizes: Sizes
+    arrays: tuple[jax.Array, ...]
+    dout: jax.Array
+    dlse: jax.Array
+    options: Options
+
+    def in_layout(self, x):
+        return x.swapaxes(1, 2) if self.layout == "bhsd" else x
+
+    @property
+    def given(self) -> tuple[jax.Array, ...]:
+        q, k, v = self.arrays
+        if self.layout == "qkv":
+            return (jnp.concatenate([q, k, v], axis=2),)
+        if self.layout == "kv":
+            return q, jnp.concatenate([k, v], axis=2)
+        return tuple(map(self.in_layout, (q, k, v)))
+
+
+def problem(
+    q_seq,
+    kv_seq,
+    dim=16,
+    *,
+    v_dim=None,
+    heads=(2, 1),
+    batch=2,
+    layout="bshd",
+    dtype="float32",
+    seed=0,
+    mask=Full(),
+    **options,
+) -> Problem:
+    generator = np.random.default_rng(seed)
+
+    def array(*shape, mean=0.0):
+        return jnp.asarray(generator.normal(mean, size=shape).astype(jnp.dtype(dtype)))
+
+    q_heads, kv_heads = heads
+    v_dim = v_dim or dim
+    return Problem(
+        layout,
+        Sizes((batch,), q_seq, kv_seq, q_heads, kv_heads, dim, v_dim, dtype),
+        (
+            array(batch, q_seq, q_heads, dim),
+            array(batch, kv_seq, kv_heads, dim),
+            array(batch, kv_seq, kv_heads, v_dim, mean=0.5),
+        ),
+        array(batch, q_seq, q_heads, v_dim),
+        jnp.asarray(generator.normal(size=(batch, q_heads, q_seq)).astype("float32")),
+        Options(mask, **options),
+    )
+
+
+def results(case: Problem, implementation: str) -> dict[str, np.ndarray]:
+    """Output, lse, largest score and the gradients of the arrays, the bias and the sinks."""
+    learned = {name: x for name in ("bias", "sinks") if (x := getattr(case.options, name)) is not None}
+    options = dataclasses.replace(case.options, implementation=implementation)
+
+    @functools.partial(jax.jit, compiler_options=dict(xla_backend_optimization_level=0))
+    def run(arrays, learned, traced, cotangents):
+        def call(arrays, learned):
+            chosen = dataclasses.replace(options, **traced, **learned)
+            return serve(arrays, case.sizes, case.layout, chosen)
+
+        primal, pull_back = jax.vjp(call, arrays, learned)
+        max_logit = None if primal.max_logit is None else jnp.zeros_like(primal.max_logit)
+        return primal, pull_back(eqx_attn.AttentionOutput(*cotangents, max_logit))
+
+    traced: dict[str, Any] = dict(mask=case.options.mask, dropout=case.options.dropout)
+    primal, (grads, learned_grads) = run(case.given, learned, traced, (case.in_layout(case.dout), case.dlse))
+    found = dict(
+        out=primal.out, lse=primal.lse, max_logit=primal.max_logit, **{f"d{k}": v for k, v in learned_grads.items()}
+    )
+    found |= {f"grad {i}": grad for i, grad in enumerate(grads)}
+    assert all(found[f"d{name}"].dtype == x.dtype for name, x in learned.items())
+    return {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in found.items() if x is not None}
+
+
+def check(case: Problem) -> dict[str, np.ndarray]:
+    """Compares the kernels with the reference in float64."""
+    with eqx_attn.interpret(), jax.default_matmul_precision("highest"):
+        found = results(case, "pallas_tpu")
+    assert not interpret_pallas_call.races.races_found
+    with jax.enable_x64(True):
+        wanted = results(case, "reference")
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].shape == value.shape, name
+        dead = ~np.isfinite(value)
+        np.testing.assert_array_equal(found[name][dead], value[dead], err_msg=name)
+        error = np.abs(found[name][~dead] - value[~dead]).max(initial=0)
+        limit = tolerance(case, name) * max(1.0, np.abs(value[~dead]).max(initial=0))
+        assert error <= limit, f"{name} is off by {error:.2e}, allowed {limit:.2e}"
+    return found
+
+
+def tolerance(case: Problem, name: str) -> float:
+    """Relative to the largest element: sums of up to `length` float32 terms, and two roundings to a smaller dtype.
+
+    One rounding is that of the weights (or of their gradient) before a product, the other that of the result. A softcap
+    brings an absolute error of 2**-23 times its size into each score and so as much, relatively, into each weight.
+    """
+    sizes, options = case.sizes, case.options
+    length = max(sizes.q_heads // sizes.kv_heads * sizes.q_seq, sizes.kv_seq)
+    if name in ("dbias", "dsinks"):
+        length = sizes.batch * sizes.q_heads * sizes.q_seq
+    narrow = sizes.dtype == "bfloat16" and name not in ("lse", "max_logit", "dbias", "dsinks")
+    halves = 2 if narrow or (options.bias is not None and name == "dbias" and options.bias.dtype == jnp.bfloat16) else 0
+    return halves * 2.0**-8 + (max(8.0, math.sqrt(length)) + (options.softcap or 0)) * 2.0**-23
