@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk128_v128_segments
-# digest: df7d92e00dbb6cd6
+# digest: a0399363b4e4cb33
 """Full attention within segments on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -34,7 +34,6 @@ from eqx_attn._device import (
     segment_kv_visits,
     segment_q_visits,
     VMEM_LIMIT_BYTES,
-    zero_tail,
 )
 
 SPEC = "pallas_tpu/bshd_full_qk128_v128_segments"
@@ -61,7 +60,6 @@ def forward(q, k, v, operands, tiles):
             _forward_kernel,
             visits=visits,
             scale=operands.scale,
-            kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -96,25 +94,10 @@ def forward(q, k, v, operands, tiles):
 
 
 def _forward_kernel(
-    visits_ref,
-    tokens,
-    q_ref,
-    k_ref,
-    v_ref,
-    out_ref,
-    lse_ref,
-    acc_ref,
-    max_ref,
-    sum_ref,
-    *,
-    visits,
-    scale,
-    kv_seq,
-    precision,
+    visits_ref, tokens, q_ref, k_ref, v_ref, out_ref, lse_ref, acc_ref, max_ref, sum_ref, *, visits, scale, precision
 ):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
     example, q_block, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    kv_block = visits.block(visits_ref, q_block, step, example)
 
     @pl.when(step == 0)
     def _():
@@ -127,7 +110,7 @@ def _forward_kernel(
         s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
         if partial:
             s = jnp.where(_keep(tokens), s, HIDDEN)
-            v = zero_tail(v, kv_block, kv_seq)
+            v = _zero_padding(v, tokens)
         row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
         correction = jnp.exp2(max_ref[...] - row_max)
         p = jnp.exp2(s - row_max)
@@ -176,7 +159,6 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             _dq_kernel,
             visits=visits,
             scale=operands.scale,
-            kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), q.dtype),
@@ -207,25 +189,10 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
 
 
 def _dq_kernel(
-    visits_ref,
-    tokens,
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    lse_ref,
-    delta_ref,
-    dq_ref,
-    acc_ref,
-    *,
-    visits,
-    scale,
-    kv_seq,
-    precision,
+    visits_ref, tokens, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref, acc_ref, *, visits, scale, precision
 ):
     """One step of one block of queries: one block of keys into the queries' gradient."""
     example, q_block, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    kv_block = visits.block(visits_ref, q_block, step, example)
 
     @pl.when(step == 0)
     def _():
@@ -239,7 +206,7 @@ def _dq_kernel(
         ds = p * (dp - delta_ref[...])
         if partial:
             ds = jnp.where(_keep(tokens), ds, 0.0)
-            k = zero_tail(k, kv_block, kv_seq)
+            k = _zero_padding(k, tokens)
         acc_ref[...] += dot(k, ds.astype(k.dtype), (0, 0), precision)
 
     @pl.when(visits.whole(visits_ref, q_block, step, example))
@@ -331,16 +298,17 @@ def _dkv_kernel(
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [block_kv, head_dim]
 
     def accumulate(partial):
-        q, dout = q_ref[...], dout_ref[...]
+        q, k, v, dout = q_ref[...], k_ref[...], v_ref[...], dout_ref[...]
         if partial:
             # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
             sees = column(lse_ref[...]) < BLIND  # [block_q, 1]
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
-        s = dot(k_ref[...], q, (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
+            k, v = _zero_padding(k, tokens), _zero_padding(v, tokens)
+        s = dot(k, q, (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
         p = jnp.exp2(s - lse_ref[...])
         if partial:
             p = jnp.where(_keep(tokens), p, 0.0)
-        dp = dot(v_ref[...], dout, (1, 1), precision)
+        dp = dot(v, dout, (1, 1), precision)
         ds = p * (dp - delta_ref[...])
         dv_acc_ref[...] += dot(p.astype(dout.dtype), dout, (1, 0), precision)
         dk_acc_ref[...] += dot(ds.astype(q.dtype), q, (1, 0), precision)
@@ -365,6 +333,11 @@ def _keep(tokens):
     q_ids, kv_ids = q_ids_ref[...], column(kv_ids_ref[...])
     keep = q_ids == kv_ids
     return keep
+
+
+def _zero_padding(x, tokens):
+    """A block of keys or values with 0 for padding, which may hold anything, and even a weight of 0 keeps no NaN out."""
+    return jnp.where(column(tokens[1][...]) > 0, x, 0)
 
 
 def _query_blocks(block_q, block_kv, group, visits):
