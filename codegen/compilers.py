@@ -112,7 +112,9 @@ def _arrays(spec: KernelSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The arrays of a call, in the spec's layout."""
     heads = {Layout.QKV: (Q_HEADS + 2 * KV_HEADS,), Layout.KV: (Q_HEADS, 2 * KV_HEADS)}
     dims = (spec.qk_dim, spec.qk_dim, spec.v_dim)
-    return tuple(_array(spec, *x) for x in zip(heads.get(spec.layout, (Q_HEADS, KV_HEADS, KV_HEADS)), dims, strict=False))
+    return tuple(
+        _array(spec, *x) for x in zip(heads.get(spec.layout, (Q_HEADS, KV_HEADS, KV_HEADS)), dims, strict=False)
+    )
 
 
 def _array(spec: KernelSpec, heads: int, dim: int) -> jax.ShapeDtypeStruct:

@@ -55,7 +55,9 @@ def map_blocks(
     number = starts[:, None] // blocks.columns + np.arange(words * _BITS)  # [kv_blocks, bits]
     seen = blocks.seen[..., np.minimum(number, blocks.seen.shape[3] - 1)]
     seen = seen.reshape(*seen.shape[:-1], words, _BITS).astype(jnp.uint32)
-    packed = jnp.sum(seen << jnp.arange(_BITS, dtype=jnp.uint32).reshape(1, 1, 1, 1, 1, _BITS), axis=-1, dtype=jnp.uint32)
+    packed = jnp.sum(
+        seen << jnp.arange(_BITS, dtype=jnp.uint32).reshape(1, 1, 1, 1, 1, _BITS), axis=-1, dtype=jnp.uint32
+    )
     packed = lax.bitcast_convert_type(packed, jnp.int32)  # [entries, heads, q_blocks of the map, kv_blocks, words]
     packed = jnp.moveaxis(packed[:, :, np.arange(q_seq) // blocks.rows], 2, 4)
     bits = jnp.asarray(bit, jnp.int32)[None, None, None]

@@ -271,7 +271,9 @@ class _Side(NamedTuple):
 def _map_visits(seen: Array, batch: int, row: _Side, column: _Side, lower, upper, tokens) -> Visits:
     entries, heads = batch if tokens else seen.shape[0], seen.shape[1]
     row_count, count, join = _cdiv(row.seq, row.block), _cdiv(column.seq, column.block), 1
-    while entries * heads * _cdiv(row_count, join) * (1 + _cdiv(count, join)) > MAX_WORDS and max(row_count, count) > join:
+    while (
+        entries * heads * _cdiv(row_count, join) * (1 + _cdiv(count, join)) > MAX_WORDS and max(row_count, count) > join
+    ):
         join *= 2
     some, every = _any_and_all(seen, row._replace(block=row.block * join), column._replace(block=column.block * join))
     if tokens is None:

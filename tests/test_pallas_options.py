@@ -50,7 +50,18 @@ class Problem:
 
 
 def problem(
-    q_seq, kv_seq, dim=16, *, v_dim=None, heads=(2, 1), batch=2, layout="bshd", dtype="float32", seed=0, mask=Full(), **options
+    q_seq,
+    kv_seq,
+    dim=16,
+    *,
+    v_dim=None,
+    heads=(2, 1),
+    batch=2,
+    layout="bshd",
+    dtype="float32",
+    seed=0,
+    mask=Full(),
+    **options,
 ) -> Problem:
     generator = np.random.default_rng(seed)
 
@@ -62,7 +73,11 @@ def problem(
     return Problem(
         layout,
         Sizes((batch,), q_seq, kv_seq, q_heads, kv_heads, dim, v_dim, dtype),
-        (array(batch, q_seq, q_heads, dim), array(batch, kv_seq, kv_heads, dim), array(batch, kv_seq, kv_heads, v_dim, mean=0.5)),
+        (
+            array(batch, q_seq, q_heads, dim),
+            array(batch, kv_seq, kv_heads, dim),
+            array(batch, kv_seq, kv_heads, v_dim, mean=0.5),
+        ),
         array(batch, q_seq, q_heads, v_dim),
         jnp.asarray(generator.normal(size=(batch, q_heads, q_seq)).astype("float32")),
         Options(mask, **options),
@@ -86,7 +101,9 @@ def results(case: Problem, implementation: str) -> dict[str, np.ndarray]:
 
     traced: dict[str, Any] = dict(mask=case.options.mask, dropout=case.options.dropout)
     primal, (grads, learned_grads) = run(case.given, learned, traced, (case.in_layout(case.dout), case.dlse))
-    found = dict(out=primal.out, lse=primal.lse, max_logit=primal.max_logit, **{f"d{k}": v for k, v in learned_grads.items()})
+    found = dict(
+        out=primal.out, lse=primal.lse, max_logit=primal.max_logit, **{f"d{k}": v for k, v in learned_grads.items()}
+    )
     found |= {f"grad {i}": grad for i, grad in enumerate(grads)}
     assert all(found[f"d{name}"].dtype == x.dtype for name, x in learned.items())
     return {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in found.items() if x is not None}
@@ -123,3 +140,103 @@ def tolerance(case: Problem, name: str) -> float:
     narrow = sizes.dtype == "bfloat16" and name not in ("lse", "max_logit", "dbias", "dsinks")
     halves = 2 if narrow or (options.bias is not None and name == "dbias" and options.bias.dtype == jnp.bfloat16) else 0
     return halves * 2.0**-8 + (max(8.0, math.sqrt(length)) + (options.softcap or 0)) * 2.0**-23
+
+
+def generator():
+    return np.random.default_rng(7)
+
+
+def normal(*shape, dtype="float32"):
+    return jnp.asarray(generator().normal(size=shape).astype(jnp.dtype(dtype)))
+
+
+def some(*shape, share=0.5):
+    return jnp.asarray(generator().random(shape) < share)
+
+
+IDS = jnp.asarray(np.repeat([[0, 1, 2, 3, 0], [1, 1, 2, 0, 4]], [28, 30, 32, 30, 10], axis=1))  # 130, padding is 0
+SINKS = jnp.asarray([0.5, 80.0])  # the second one larger than any score
+DROPOUT = Dropout(0.3, jax.random.key(3))
+
+
+def hiding_bias():
+    """Some keys hidden; query 5 sees none, and query 6 one that the lowest of all numbers does not hide."""
+    bias = jnp.where(normal(1, 2, 130, 130) > 0.8, -jnp.inf, normal(1, 2, 130, 130))
+    return bias.at[:, :, 5].set(-jnp.inf).at[:, :, 6, :3].set(jnp.finfo(jnp.float32).min)
+
+
+@pytest.mark.parametrize(
+    "mask, options",
+    [
+        pytest.param(SlidingWindow(40, 10), dict(softcap=2.0), id="softcap"),
+        pytest.param(Segments(IDS) & Causal(), dict(sinks=SINKS, return_max_logit=True), id="sinks"),
+        pytest.param(Causal(), dict(bias=hiding_bias(), return_max_logit=True), id="bias"),
+        pytest.param(Full(), dict(bias=normal(2, 1, 130, 1), dropout=DROPOUT), id="bias per query, dropout"),
+    ],
+)
+def test_options(mask, options):
+    check(problem(130, 130, mask=mask, **options))
+
+
+@pytest.mark.parametrize("layout", ["qkv", "kv"])
+def test_packed_arrays_are_read_in_place(layout):
+    bias = normal(2, 1, 1, 150 if layout == "kv" else 130)
+    kv_seq = bias.shape[-1]
+    check(problem(130, kv_seq, 128, layout=layout, heads=(4, 2), bias=bias))
+
+
+@pytest.mark.parametrize(
+    "mask, options",
+    [
+        pytest.param(BlockSparse(some(1, 2, 2), 128) & Causal(), dict(heads=(1, 1), batch=1), id="128"),
+        pytest.param(BlockSparse(some(2, 2, 7, 19), (20, 7)), dict(sinks=SINKS), id="20 x 7, per head"),
+    ],
+)
+def test_maps_of_blocks(mask, options):
+    check(problem(130, 130, mask=mask, **options))
+
+
+def test_all_options_at_once():
+    mask = (
+        Segments(IDS)
+        & Causal()
+        & BlockSparse(some(2, 4, 3, 3, share=0.7), 50)
+        & eqx_attn._masks.Dense(some(130, 1, share=0.9))
+    )
+    options = dict(bias=normal(4, 130, 130, dtype="bfloat16"), sinks=normal(4), softcap=3.0, dropout=DROPOUT)
+    check(problem(130, 130, layout="qkv", heads=(4, 2), mask=mask, return_max_logit=True, **options))
+
+
+def test_bfloat16():
+    mask = eqx_attn._masks.Dense(some(2, 1, 130, 130, share=0.7))
+    check(problem(130, 130, layout="bhsd", dtype="bfloat16", mask=mask, bias=normal(2, 130, 130), sinks=SINKS))
+
+
+def test_what_padding_holds_reaches_nothing():
+    """NaN and large numbers in padding, of arrays and of cotangents, change no bit of what is not padding."""
+    options = dict(mask=Segments(IDS) & Causal(), sinks=SINKS, softcap=2.0, dropout=DROPOUT)
+    clean = problem(130, 130, **options)
+    padding = (IDS == 0)[:, :, None, None]
+    garbage = lambda x, value: jnp.where(padding, value, x)
+    q, k, v = clean.arrays
+    soiled = dataclasses.replace(clean, arrays=(garbage(q, jnp.nan), garbage(k, jnp.nan), garbage(v, jnp.inf)))
+    soiled = dataclasses.replace(soiled, dout=garbage(clean.dout, jnp.nan))
+    with eqx_attn.interpret(), jax.default_matmul_precision("highest"):
+        wanted, found = results(clean, "pallas_tpu"), results(soiled, "pallas_tpu")
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert all((found[f"grad {i}"][np.asarray(IDS) == 0] == 0).all() for i in range(3))
+
+
+def test_hidden_blocks_of_a_map_are_not_read():
+    """NaN in keys and values of a block that nobody sees, and in the queries of one that sees nothing."""
+    seen = jnp.asarray([[True, False, True], [False, False, False]])
+    case = problem(256, 384, heads=(1, 1), batch=1, mask=BlockSparse(seen, 128))
+    q, k, v = case.arrays
+    soiled = dataclasses.replace(
+        case, arrays=(q.at[:, 128:].set(jnp.nan), k.at[:, 128:256].set(jnp.nan), v.at[:, 128:256].set(jnp.nan))
+    )
+    with eqx_attn.interpret():
+        wanted, found = results(case, "pallas_tpu"), results(soiled, "pallas_tpu")
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
