@@ -15,8 +15,9 @@ from matplotlib.patches import Patch
 
 from eqx_attn import Causal, Segments, SlidingWindow
 from eqx_attn._block_states import block_states, HIDDEN, MASKED
-from eqx_attn._explain import _planned, _tokens
+from eqx_attn._explain import _planned
 from eqx_attn._operands import Tile
+from eqx_attn._serve import Options
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -34,8 +35,7 @@ COLOURS = {"not visited": "#eceef0", "visited, masked": "#9ec1e0", "visited, no 
 def states_of(mask) -> np.ndarray:
     """`[q_blocks, kv_blocks]` of the Triton forward with square tiles, as `_block_states` numbers them."""
     query = jax.ShapeDtypeStruct((1, SEQ, 1, 64), jnp.bfloat16)
-    request, band = _planned(query, query, query, mask, "bshd", None)
-    tokens = _tokens(mask, query, "bshd", request)
+    request, band, tokens = _planned(query, query, query, mask, "bshd", Options(mask))
     states = block_states("triton", "forward", Tile(BLOCK, BLOCK), request, band, tokens)
     assert states is not None
     return states[0]

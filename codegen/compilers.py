@@ -144,7 +144,7 @@ def _operands(spec: KernelSpec) -> Any:
         segments=SegmentOperands(tokens, tokens, positions, positions) if spec.segments else None,
         blocks=BlockOperands(array(map_shape, jnp.bool_), MAP_BLOCK, MAP_BLOCK) if spec.blocks else None,
         dense=array((BATCH, 1, SEQ, SEQ), jnp.bool_) if spec.dense else None,
-        bias=array((1, Q_HEADS, SEQ, SEQ), jnp.float32) if spec.bias else None,
+        bias=array((1, Q_HEADS, SEQ, SEQ), jnp.bfloat16) if spec.bias else None,
         sinks=array((1, Q_HEADS), jnp.float32) if spec.sinks else None,
         dropout_seed=array((BATCH, Q_HEADS), jnp.uint32) if spec.dropout else None,
         q_index=index,

@@ -132,10 +132,6 @@ class KernelSpec:
                 )
         if self.layout.packed and self.qk_dim != self.v_dim:
             reasons.append(f"qk_dim is {self.qk_dim} and v_dim {self.v_dim}; a packed array has one head dim")
-        missing = [f"layout {self.layout}"] if self.layout in _NOT_YET[self.target] else []
-        missing += [option for option in self.options if option in _NOT_YET[self.target]]
-        if missing:
-            reasons.append(f"the kernels of {self.target} do not have {', '.join(missing)} yet")
         return reasons
 
     @property
@@ -143,12 +139,6 @@ class KernelSpec:
         """The names of the options that this kernel has."""
         return tuple(field.name for field in _fields() if field.type is bool and getattr(self, field.name))
 
-
-_NOT_YET: dict[Target, frozenset[str]] = {
-    Target.PALLAS_TPU: frozenset(),
-    Target.TRITON: frozenset(("qkv", "kv", "blocks", "dense", "bias", "softcap", "sinks", "dropout", "maxlogit")),
-}
-"""What the templates of a target cannot write."""
 
 _FORM = "a name reads target/layout_mask_qkDIM_vDIM[_option...], for instance triton/bshd_causal_qk128_v128_segments"
 

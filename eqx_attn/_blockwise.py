@@ -204,7 +204,8 @@ def _add_bias_gradient(dbias, block, blocks, i, j):
     zero = jnp.zeros_like(i)
     start = (zero, zero, i * blocks.block_q if q_size > 1 else zero, j * blocks.block_kv if kv_size > 1 else zero)
     so_far = lax.dynamic_slice(dbias, start, block.shape)
-    return lax.dynamic_update_slice(dbias, (so_far + block).astype(dbias.dtype), start)
+    total = so_far.astype(block.dtype) + block
+    return lax.dynamic_update_slice(dbias, total.astype(dbias.dtype), start)
 
 
 def _per_head(sinks, blocks):

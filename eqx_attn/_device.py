@@ -1,5 +1,6 @@
 """What a generated kernel imports from eqx_attn, and nothing else."""
 
+from ._dropout import column_hash as column_hash, row_hash as row_hash, threshold as threshold
 from ._map_blocks import has_bit as has_bit, map_blocks as map_blocks
 from ._pallas import (
     column as column,
@@ -19,6 +20,8 @@ from ._score_blocks import dropout_blocks as dropout_blocks, score_blocks as sco
 from ._sinks import sinks_gradient as sinks_gradient
 from ._summaries import block_summary as block_summary, visited_ranges as visited_ranges
 from ._triton_call import triton_call as triton_call
+from ._triton_lists import tile_visibility as tile_visibility, visited_lists as visited_lists
+from ._triton_matrices import bias_parts as bias_parts, matrix_shape as matrix_shape, sum_of_parts as sum_of_parts
 from ._visits import (
     band_kv_visits as band_kv_visits,
     band_q_visits as band_q_visits,

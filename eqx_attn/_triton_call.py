@@ -251,7 +251,11 @@ def _lower(ctx: Any, *arrays: Any, launch: Launch, capability: int) -> Any:
     parameters = _launcher_parameters(launcher, launch.arguments, compiled)
     call = launcher.TritonKernelCall(kernel, *(*launch.grid, 1, 1)[:3], parameters)
     opaque = zlib.compress(call.to_proto(compiled.name, b""))
-    return jax.ffi.ffi_lowering("triton_kernel_call_ffi")(ctx, *arrays, opaque=opaque)
+    # The launcher hands over as many buffers as there are parameters, the arrays' first: an updated one is passed once.
+    lowering = jax.ffi.ffi_lowering(
+        "triton_kernel_call_ffi", operand_output_aliases=launch.aliases(len(arrays)) or None
+    )
+    return lowering(ctx, *arrays, opaque=opaque)
 
 
 def _refuse_to_lower(ctx: Any, *arrays: Any, launch: Launch, capability: int) -> Any:
@@ -271,6 +275,7 @@ def triton_call(
     kernel: Any,
     *inputs: Array | TensorDescriptor | int | float,
     outputs: Sequence[jax.ShapeDtypeStruct | TensorDescriptor],
+    updated: Sequence[Array] = (),
     grid: tuple[int, ...],
     num_warps: int,
     num_stages: int,
@@ -280,17 +285,19 @@ def triton_call(
 
     **Arguments:**
 
-    - `kernel`: a `triton.jit` or `gluon.jit` function. Its parameters are the inputs, then the outputs, in order; the
-        `tl.constexpr` ones may stand anywhere.
+    - `kernel`: a `triton.jit` or `gluon.jit` function. Its parameters are the inputs, then the updated arrays, then
+        the outputs, in order; the `tl.constexpr` ones may stand anywhere.
     - `inputs`: arrays (passed as pointers to row-major elements), descriptors, ints (int32, int64 beyond 31 bits),
         floats (float32).
     - `outputs`: shape and dtype of each output (a pointer for the kernel, or a descriptor). What the kernel does not
         write is undefined.
+    - `updated`: arrays that the kernel reads and writes in place. Their new values are returned after the outputs; XLA
+        copies an array first where its old value is still needed.
     - `grid`: up to three numbers of programs.
     - `num_warps`, `num_stages`: warps per program, stages of the software pipeline.
     - `constants`: values of the `tl.constexpr` parameters. Those with a default may be left out.
 
-    **Returns:** the output arrays.
+    **Returns:** the output arrays, then the updated ones.
 
     **Raises:** at trace time, naming the argument:
 
@@ -299,7 +306,7 @@ def triton_call(
     - `ImportError`: Triton is missing, or of another version.
     """
     require_triton()
-    launch, arrays = record_launch(kernel, inputs, outputs, grid, num_warps, num_stages, constants)
+    launch, arrays = record_launch(kernel, inputs, updated, outputs, grid, num_warps, num_stages, constants)
     if interpreting():
         return _call_interpreted(launch, arrays)
     capability = current_capability()
@@ -321,10 +328,13 @@ def _call_interpreted(launch: Launch, arrays: list[Array]) -> tuple[Array, ...]:
                 f"triton_call: {kernel.__name__} has a bfloat16 array of shape {array.shape}. Triton's interpreter "
                 "computes bfloat16 products wrongly; use float16 or float32 inside eqx_attn.interpret()."
             )
-    outputs = [(output.shape, np.dtype(output.dtype)) for output in launch.outputs]
+    new = launch.outputs[: len(launch.outputs) - launch.updated]
+    outputs = [(output.shape, np.dtype(output.dtype)) for output in new]
 
     def run(*values: Any) -> tuple[np.ndarray, ...]:
         values = tuple(np.asarray(value) for value in values)
-        return run_interpreted(kernel, launch.parameters, values, outputs, launch.grid, launch.constants)
+        return run_interpreted(
+            kernel, launch.parameters, values, outputs, launch.grid, launch.constants, updated=launch.updated
+        )
 
     return tuple(jax.pure_callback(run, launch.outputs, *arrays, vmap_method="sequential"))

@@ -181,6 +181,8 @@ def run_interpreted(
     outputs: Sequence[tuple[tuple[int, ...], np.dtype]],
     grid: tuple[int, ...],
     constants: dict[str, Any],
+    *,
+    updated: int = 0,
 ) -> tuple[np.ndarray, ...]:
     """Runs every program of the grid, one after the other.
 
@@ -193,22 +195,26 @@ def run_interpreted(
     - `outputs`: shape and dtype of each output.
     - `grid`: up to three numbers of programs.
     - `constants`: the `tl.constexpr` parameters by name.
+    - `updated`: how many of the arrays, the last ones, the kernel also writes.
 
-    **Returns:** the outputs. Elements that no program wrote are NaN (an integer's extreme value, for integers).
+    **Returns:** the outputs, then the updated arrays. Elements of outputs that no program wrote are NaN (an integer's
+    extreme value, for integers).
 
     **Raises:** `RuntimeError` if a program wrote beyond an output's ends.
     """
     from triton.runtime.interpreter import interpreter_builder
 
-    inputs = []
-    for array in arrays:
-        copy, _ = _guarded(array.shape, array.dtype, _INPUT_MARGIN)
+    copies = []
+    for number, array in enumerate(arrays):
+        is_updated = number >= len(arrays) - updated
+        copy, memory = _guarded(array.shape, array.dtype, _OUTPUT_MARGIN if is_updated else _INPUT_MARGIN)
         copy[...] = array
-        inputs.append(copy)
-    results = [_poisoned_output(shape, dtype) for shape, dtype in outputs]
+        copies.append((copy, memory))
+    new = [_poisoned_output(shape, dtype) for shape, dtype in outputs]
+    results = [*new, *copies[len(arrays) - updated :]]
 
     with LANGUAGE_LOCK, np.errstate(all="ignore"), _interpreted_language():
-        bound = _bind(parameters, [*inputs, *(array for array, _ in results)])
+        bound = _bind(parameters, [array for array, _ in (*copies, *new)])
         extents = (*grid, 1, 1)[:3]
         interpreter_builder.set_grid_dim(*extents)
         program = _twin(kernel)

@@ -32,9 +32,11 @@ class Launch:
     """All that is known of a call when it is traced, except its arrays."""
 
     identity: _ByIdentity
-    # Inputs, then outputs: the kernel's run-time parameters in order.
+    # Inputs, then updated arrays, then outputs: the kernel's run-time parameters in order.
     arguments: tuple[Argument, ...]
+    # All results: those that are parameters of the kernel, then the updated arrays.
     outputs: tuple[jax.ShapeDtypeStruct, ...]
+    updated: int
     grid: tuple[int, ...]
     num_warps: int
     num_stages: int
@@ -45,6 +47,10 @@ class Launch:
     def kernel(self) -> Any:
         """The jitted function."""
         return self.identity.kernel
+
+    def aliases(self, arrays: int) -> dict[int, int]:
+        """Which of the call's `arrays` arrays become which of its results: the last ones of both."""
+        return {arrays - number: len(self.outputs) - number for number in range(self.updated, 0, -1)}
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -62,6 +68,7 @@ class Launch:
 def record_launch(
     kernel: Any,
     inputs: Sequence[Any],
+    updated: Sequence[Any],
     outputs: Sequence[Any],
     grid: tuple[int, ...],
     num_warps: int,
@@ -73,23 +80,25 @@ def record_launch(
         raise ValueError(f"triton_call: grid must be one to three positive ints, found {grid}.")
     constants = _with_defaults(kernel, constants)
     expected = len(kernel.params) - len(constants)
-    if len(inputs) + len(outputs) != expected:
-        raise TypeError(
-            f"triton_call: {kernel.__name__} has {expected} run-time parameters, found {len(inputs)} inputs and "
-            f"{len(outputs)} outputs."
+    if len(inputs) + len(updated) + len(outputs) != expected:
+        found = (
+            f"{len(inputs)} inputs{f', {len(updated)} updated arrays' if updated else ''} and {len(outputs)} outputs"
         )
+        raise TypeError(f"triton_call: {kernel.__name__} has {expected} run-time parameters, found {found}.")
     of_inputs = [as_argument(f"input {number}", value) for number, value in enumerate(inputs)]
+    of_updated = [as_argument(f"updated array {number}", value) for number, value in enumerate(updated)]
     of_outputs = [as_argument(f"output {number}", value) for number, value in enumerate(outputs)]
     launch = Launch(
         identity=_ByIdentity(kernel),
-        arguments=tuple(argument for argument, _ in (*of_inputs, *of_outputs)),
-        outputs=tuple(jax.ShapeDtypeStruct(struct.shape, struct.dtype) for _, struct in of_outputs),
+        arguments=tuple(argument for argument, _ in (*of_inputs, *of_updated, *of_outputs)),
+        outputs=tuple(jax.ShapeDtypeStruct(like.shape, like.dtype) for _, like in (*of_outputs, *of_updated)),
+        updated=len(updated),
         grid=tuple(grid),
         num_warps=num_warps,
         num_stages=num_stages,
         typed_constants=tuple((name, type(value), value) for name, value in constants.items()),
     )
-    return launch, [jnp.asarray(array) for _, array in of_inputs if array is not None]
+    return launch, [jnp.asarray(array) for _, array in (*of_inputs, *of_updated) if array is not None]
 
 
 def _with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:

@@ -270,6 +270,8 @@ def expected(
         allowed["dsinks"] = np.sqrt((sink_error**2).reshape(-1, *delta.shape[-3:]).sum((0, 2, 3)))
     for name in values:
         rounding = wide if name in ("lse", "max_logit", "dsinks") else narrow
+        if name == "dbias":
+            rounding = float(jnp.finfo(extras.bias.dtype).eps)
         allowed[name] = 2 * allowed[name] + rounding * abs(np.where(np.isinf(values[name]), 0, values[name]))
         allowed[name] = allowed[name] + float(finfo.smallest_subnormal)
 

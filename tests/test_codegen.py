@@ -1,6 +1,7 @@
 """The checked-in kernels against what the templates write, and the rules that a generated text keeps."""
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from calls import check, results
 
 import eqx_attn
 from eqx_attn import _dropout, BlockSparse, Causal, Chunked, Dilated, Dropout, PrefixLM, Segments, SlidingWindow
 
-FULL, NONE = eqx_attn.Full(), oracle.Extras()
 Q_SEQ, KV_SEQ = 21, 30
 RATE = 0.3
 
@@ -23,55 +23,6 @@ def bias_of(shape, dtype="float32"):
     if bias.ndim == 4 and bias.shape[-1] > 1:
         bias[..., ::7] = -np.inf
     return jnp.asarray(bias.astype(dtype))
-
-
-def results(inputs, mask, extras: oracle.Extras, dropout=None, **options):
-    """Everything that a call gives, by the names of the oracle."""
-    bias, sinks = extras.bias, extras.sinks
-
-    @jax.jit
-    def run(arrays, learned, cotangents):
-        def call(arrays, learned):
-            bias, sinks = learned
-            return eqx_attn.attention(
-                *arrays,
-                mask=mask,
-                bias=bias,
-                sinks=sinks,
-                softcap=extras.softcap,
-                dropout=dropout,
-                layout=inputs.layout,
-                return_lse=True,
-                return_max_logit=True,
-                **options,
-            )
-
-        result, pull_back = jax.vjp(call, arrays, learned)
-        return result, pull_back(result._replace(out=cotangents[0], lse=cotangents[1]))
-
-    result, ((dq, dk, dv), (dbias, dsinks)) = run(inputs.arrays, (bias, sinks), (inputs.dout, inputs.dlse))
-    if bias is not None:
-        assert dbias.dtype == bias.dtype and dbias.shape == bias.shape
-    found = dict(result._asdict(), dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks)
-    return {name: np.asarray(x, np.float64) for name, x in found.items() if x is not None}
-
-
-def check(inputs, mask=FULL, extras=NONE, dropout=None, **options):
-    if dropout is not None:
-        shape = oracle.score_shape(inputs)
-        kept = kept_by(dropout, shape)
-        extras = oracle.dataclasses.replace(extras, kept=kept, rate=dropout.rate)
-    wanted = oracle.expected(inputs, mask, extras=extras)
-    found = results(inputs, mask, extras, dropout, **options)
-    assert found.keys() == wanted.keys()
-    oracle.assert_matches(found, wanted, wanted)
-
-
-def kept_by(dropout, shape):
-    *batch, heads, q_seq, kv_seq = shape
-    seeds = _dropout.seeds(dropout.key, int(np.prod(batch)), heads)
-    kept = _dropout.kept(seeds, jnp.arange(q_seq), jnp.arange(kv_seq), dropout.rate)
-    return np.asarray(kept).reshape(shape)
 
 
 BIASES = [(1, 4, Q_SEQ, KV_SEQ), (2, 1, Q_SEQ, KV_SEQ), (2, 4, Q_SEQ, KV_SEQ), (1, 1, Q_SEQ, KV_SEQ), (1, 4, 1, KV_SEQ)]
@@ -98,10 +49,12 @@ def test_case_06_a_bias_without_gradient_costs_none(random_key):
     assert writes((0,)) == 0 and writes((0, 1)) > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_bias_has_a_dtype_of_its_own(dtype, random_key):
+@pytest.mark.parametrize(
+    "dtype, dtype_of_bias", [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")]
+)
+def test_bias_has_a_dtype_of_its_own(dtype, dtype_of_bias, random_key):
     inputs = oracle.random_inputs(random_key, Q_SEQ, KV_SEQ, dtype=dtype)
-    check(inputs, extras=oracle.Extras(bias=bias_of((1, 4, Q_SEQ, KV_SEQ))))
+    check(inputs, extras=oracle.Extras(bias=bias_of((1, 4, Q_SEQ, KV_SEQ), dtype_of_bias)))
 
 
 def test_a_row_that_its_bias_hides_is_dead(random_key):

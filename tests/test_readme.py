@@ -27,6 +27,15 @@ def test_examples_run_one_after_the_other(capsys):
     assert names["out"].shape == (2, 128, 8, 64) and names["lse"].shape == (2, 8, 128)
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_examples_of_the_pages_run(page):
+    names = {}
+    examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+    assert examples
+    for text in examples:
+        exec(compile(text, page.name, "exec"), names)
+
+
 def test_the_first_example_is_short():
     first = next(text for language, text in BLOCKS if language == "python")
     body = [line for line in first.splitlines() if line.strip() and "import" not in line]
@@ -66,7 +75,8 @@ def test_make_targets_exist():
 
 
 @pytest.mark.slow
-def test_the_picture_can_be_drawn(tmp_path):
-    script, path = ROOT / "benchmarks" / "plot_mask.py", tmp_path / "mask.png"
+@pytest.mark.parametrize("script", ["benchmarks/plot_mask.py", "docs/plot_masks.py"])
+def test_the_picture_can_be_drawn(script, tmp_path):
+    script, path = ROOT / script, tmp_path / "mask.png"
     subprocess.run([sys.executable, script, path], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert path.read_bytes().startswith(b"\x89PNG")

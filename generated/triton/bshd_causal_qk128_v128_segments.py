@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_causal_qk128_v128_segments
-# digest: aee6e46472407ebe
+# digest: fbe0dd26530a3707
 """Causal attention within segments, arrays [batch, seq, heads, dim], head dim 128.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -130,13 +130,13 @@ def forward_kernel(
         kv_block = start // block_kv
         if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks, upper):
             columns = start + kv_offsets
-            inside = (columns < kv_seq)[:, None]
+            kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
+            inside = (kv_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
             k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
             v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
             scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-            kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
             kv_positions = tl.load(kv_positions_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=0)
             keep = q_ids[:, None] == kv_ids[None, :]
             keep &= kv_positions[None, :] <= q_positions[:, None] + upper
@@ -201,11 +201,12 @@ def dq_kernel(
     dq_rows = row_of(dq_ptr, batch, head, q_start, q_seq, q_heads, HEAD_DIM)
     out_rows = row_of(out_ptr, batch, head, q_start, q_seq, q_heads, HEAD_DIM)
     dout_rows = row_of(dout_ptr, batch, head, q_start, q_seq, q_heads, HEAD_DIM)
-    q = tl.load(q_rows + q_tile, mask=in_rows, other=0.0)  # [block_q, HEAD_DIM]
-    out = tl.load(out_rows + q_tile, mask=in_rows, other=0.0)  # [block_q, HEAD_DIM]
-    dout = tl.load(dout_rows + q_tile, mask=in_rows, other=0.0)
     q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
     q_positions = tl.load(q_positions_ptr + batch * q_seq + rows, mask=rows < q_seq, other=0)
+    real = (q_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
+    q = tl.load(q_rows + q_tile, mask=real, other=0.0)  # [block_q, HEAD_DIM]
+    out = tl.load(out_rows + q_tile, mask=in_rows, other=0.0)  # [block_q, HEAD_DIM]
+    dout = tl.load(dout_rows + q_tile, mask=real, other=0.0)
 
     lse_offset = (batch * q_heads + head) * q_seq + rows
     lse = tl.load(lse_ptr + lse_offset, mask=rows < q_seq, other=float("-inf"))
@@ -243,14 +244,14 @@ def dq_kernel(
         kv_block = start // block_kv
         if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks, upper):
             columns = start + kv_offsets
-            inside = (columns < kv_seq)[:, None]
+            kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
+            inside = (kv_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
             k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
             k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
             v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
             scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
             weights = tl.exp2(scores * scale_2 - lse_2[:, None])
-            kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
             kv_positions = tl.load(kv_positions_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=0)
             keep = q_ids[:, None] == kv_ids[None, :]
             keep &= kv_positions[None, :] <= q_positions[:, None] + upper
@@ -310,10 +311,11 @@ def dkv_kernel(
     v_rows = row_of(v_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, HEAD_DIM)
     dk_rows = row_of(dk_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, HEAD_DIM)
     dv_rows = row_of(dv_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, HEAD_DIM)
-    k = tl.load(k_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
-    v = tl.load(v_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
     kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
+    real = (kv_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
     kv_positions = tl.load(kv_positions_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=0)
+    k = tl.load(k_rows + kv_tile, mask=real, other=0.0)  # [block_kv, HEAD_DIM]
+    v = tl.load(v_rows + kv_tile, mask=real, other=0.0)  # [block_kv, HEAD_DIM]
     # Some row of [first, last) may see some of these keys, and every row of [whole_first, whole_last) sees all of them.
     visit = visit_ptr + (batch * kv_blocks + kv_block) * 4
     first, whole_first = tl.load(visit) * block_q, tl.load(visit + 1) * block_q
@@ -354,19 +356,19 @@ def dkv_kernel(
             q_block = start // block_q
             if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks, upper):
                 rows = start + q_offsets
-                inside = (rows < q_seq)[:, None]
+                q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
+                inside = (q_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
                 q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
                 dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
                 q = tl.load(q_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
                 dout = tl.load(dout_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
                 dout = dout.to(q.dtype)
-                lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
-                delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < q_seq, other=0.0)
+                lse = tl.load(lse_ptr + row_of_head + rows, mask=q_ids > 0, other=float("-inf"))
+                delta = tl.load(delta_ptr + row_of_head + rows, mask=q_ids > 0, other=0.0)
                 shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
                 scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
                 scores = tl.dot(k, q.T, scores, input_precision=precision)
                 weights = tl.exp2(scores * scale_2)
-                q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
                 q_positions = tl.load(q_positions_ptr + batch * q_seq + rows, mask=rows < q_seq, other=0)
                 keep = q_ids[None, :] == kv_ids[:, None]
                 keep &= kv_positions[:, None] <= q_positions[None, :] + upper
