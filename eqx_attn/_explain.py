@@ -32,7 +32,7 @@ class Blocks:
     """How many of the `total` blocks of scores of one head a kernel visits, and in how many it masks single scores.
 
     Counted over `examples` of the batch: 1 where the mask is the same for all. `visited` and `masked` are None where
-    they depend on ids that are not known, those of a `Segments` that is traced or abstract.
+    they depend on ids that are not known, those of a `Segments` that is traced or abstract, and with a `BlockSparse`.
     """
 
     visited: int | None
@@ -42,7 +42,7 @@ class Blocks:
 
     def __str__(self) -> str:
         if self.visited is None:
-            return f"? of {self.total}, which depends on the ids"
+            return f"? of {self.total}, which depends on values"
         over = f" over {self.examples} examples" if self.examples > 1 else ""
         masked = f", {self.masked} of them masked" if self.masked else ""
         return f"{self.visited} of {self.total}{over}{masked}"
@@ -222,7 +222,9 @@ def _has_value(leaf) -> bool:
 
 def _passes(route: Route, request: Request, band: Band, tokens: tuple[Tokens, Tokens] | None) -> Iterator[Pass]:
     for name, tile in passes_of(route, request).items():
-        states = block_states(route.implementation, name, tile, request, band, tokens)
+        states = None
+        if "blocks" not in request.options or route.implementation == "xla":
+            states = block_states(route.implementation, name, tile, request, band, tokens)
         yield Pass(name, tile, _count(states, request, tile))
 
 

@@ -120,12 +120,23 @@ def test_implementations_without_kernels(implementation):
     assert "also serves" in report.others["triton"][0]
 
 
+def test_options_are_named_and_choose_the_kernel():
+    options = dict(
+        bias=jnp.zeros((1, 1)), sinks=jnp.zeros(16), softcap=30, dropout=eqx_attn.Dropout(0.1, jax.random.key(0))
+    )
+    mask = eqx_attn.BlockSparse(np.ones((32, 32), bool)) & Causal()
+    report = explain(*_shapes(), mask=mask, **options, return_max_logit=True, device="sm_90a")
+    assert report.kernel == "triton/bshd_causal_qk128_v128_blocks_bias_softcap_sinks_dropout_maxlogit"
+    assert "a map of blocks, with a bias, with a softcap, with sinks, with dropout" in " ".join(str(report).split())
+    assert report.passes[0].blocks.visited is None
+
+
 def test_unknown_segments_depend_on_the_ids():
     ids = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
     mask = eqx.filter_eval_shape(Segments, ids) & Causal()
     report = explain(*_shapes(), mask=mask, device="v6e")
     assert report.kernel == "pallas_tpu/bshd_causal_qk128_v128_segments"
-    assert report.passes[0].blocks.visited is None and "depends on the ids" in " ".join(str(report).split())
+    assert report.passes[0].blocks.visited is None and "depends on values" in " ".join(str(report).split())
 
 
 def test_inside_a_traced_function():
