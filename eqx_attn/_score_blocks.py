@@ -6,6 +6,7 @@ it is read. An array of which one axis has size 1 is read as a row and becomes a
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -113,7 +114,7 @@ def score_blocks(array: Array, batch: int, block_q: int, block_kv: int) -> Score
     Booleans are stored as int8, and floats that a TPU does not compute with as float32. Fewer axes: `[entries, heads]`.
     """
     array = array.reshape(*array.shape, *(1,) * (4 - array.ndim))
-    shape = array.shape
+    shape: Any = array.shape
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.int8)
     elif array.dtype not in (jnp.float32, jnp.bfloat16, jnp.int32):
@@ -125,6 +126,7 @@ def score_blocks(array: Array, batch: int, block_q: int, block_kv: int) -> Score
 
 def dropout_blocks(operands: Operands, batch: int, block_q: int, block_kv: int) -> tuple[ScoreBlocks, ScoreBlocks]:
     """The queries' and the keys' parts of dropout's hash, as int32."""
+    assert operands.dropout_seed is not None and operands.q_index is not None and operands.kv_index is not None
     rows = _dropout.row_hash(operands.dropout_seed[:, :, None], operands.q_index[None, None])
     columns = _dropout.column_hash(operands.kv_index)
     rows, columns = (lax.bitcast_convert_type(x, jnp.int32) for x in (rows, columns))

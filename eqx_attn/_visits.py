@@ -238,8 +238,8 @@ def map_kv_visits(
     A table for each entry of the map, or for each example where there are segments, and for each head of the map.
     """
     tokens = None if segments is None else (_queries(segments), _keys(segments))
-    sides = _Side(q_seq, block_q, blocks.rows), _Side(kv_seq, block_kv, blocks.columns)
-    return _map_visits(blocks.seen, batch, *sides, lower, upper, tokens)
+    row, column = _Side(q_seq, block_q, blocks.rows), _Side(kv_seq, block_kv, blocks.columns)
+    return _map_visits(blocks.seen, batch, row, column, lower, upper, tokens)
 
 
 def map_q_visits(
@@ -256,8 +256,8 @@ def map_q_visits(
 ) -> Visits:
     """The blocks of queries that each block of keys visits: the reverse of `map_kv_visits`."""
     tokens = None if segments is None else (_keys(segments), _queries(segments))
-    sides = _Side(kv_seq, block_kv, blocks.columns), _Side(q_seq, block_q, blocks.rows)
-    return _map_visits(blocks.seen.swapaxes(2, 3), batch, *sides, _negated(upper), _negated(lower), tokens)
+    row, column = _Side(kv_seq, block_kv, blocks.columns), _Side(q_seq, block_q, blocks.rows)
+    return _map_visits(blocks.seen.swapaxes(2, 3), batch, row, column, _negated(upper), _negated(lower), tokens)
 
 
 class _Side(NamedTuple):
@@ -268,7 +268,9 @@ class _Side(NamedTuple):
     map_block: int
 
 
-def _map_visits(seen: Array, batch: int, row: _Side, column: _Side, lower, upper, tokens) -> Visits:
+def _map_visits(
+    seen: Array, batch: int, row: _Side, column: _Side, lower, upper, tokens: tuple[_Tokens, _Tokens] | None
+) -> Visits:
     entries, heads = batch if tokens else seen.shape[0], seen.shape[1]
     row_count, count, join = _cdiv(row.seq, row.block), _cdiv(column.seq, column.block), 1
     while (
@@ -283,7 +285,7 @@ def _map_visits(seen: Array, batch: int, row: _Side, column: _Side, lower, upper
         in_band = (block >= first) & (block < first + visited)
         inside = (block >= whole_first) & (block < whole_end)
     else:
-        in_band, inside = _segment_states(*tokens, row.block * join, column.block * join, lower, upper)
+        in_band, inside = _segment_states(tokens[0], tokens[1], row.block * join, column.block * join, lower, upper)
         in_band, inside = in_band[:, None], inside[:, None]
         some, every = (x[shared_index(batch, x.shape[0])] for x in (some, every))
     shape = (entries * heads, *some.shape[2:])

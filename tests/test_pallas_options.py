@@ -12,7 +12,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 import eqx_attn
-from eqx_attn import Full
+from eqx_attn import BlockSparse, Causal, Dropout, Full, Segments, SlidingWindow
 from eqx_attn._operands import Tile, Tiles
 from eqx_attn._serve import Options, serve, Sizes
 
@@ -59,7 +59,7 @@ def problem(
     layout="bshd",
     dtype="float32",
     seed=0,
-    mask=Full(),
+    mask=None,
     **options,
 ) -> Problem:
     generator = np.random.default_rng(seed)
@@ -79,7 +79,7 @@ def problem(
         ),
         array(batch, q_seq, q_heads, v_dim),
         jnp.asarray(generator.normal(size=(batch, q_heads, q_seq)).astype("float32")),
-        Options(mask, **options),
+        Options(Full() if mask is None else mask, **options),
     )
 
 
@@ -108,10 +108,10 @@ def results(case: Problem, implementation: str) -> dict[str, np.ndarray]:
     return {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in found.items() if x is not None}
 
 
-def check(case: Problem) -> dict[str, np.ndarray]:
-    """Compares the kernels with the reference in float64."""
+def check(case: Problem, soiled: Problem | None = None) -> dict[str, np.ndarray]:
+    """Compares the kernels with the reference in float64; they get `soiled`, where that is given, and it `case`."""
     with eqx_attn.interpret(), jax.default_matmul_precision("highest"):
-        found = results(case, "pallas_tpu")
+        found = results(soiled or case, "pallas_tpu")
     assert not interpret_pallas_call.races.races_found
     with jax.enable_x64(True):
         wanted = results(case, "reference")
@@ -129,13 +129,92 @@ def check(case: Problem) -> dict[str, np.ndarray]:
 def tolerance(case: Problem, name: str) -> float:
     """Relative to the largest element: sums of up to `length` float32 terms, and two roundings to a smaller dtype.
 
-    One rounding is that of the weights (or of their gradient) before a product, the other that of the result. A softcap
-    brings an absolute error of 2**-23 times its size into each score and so as much, relatively, into each weight.
+    One rounding is that of the weights (or of their gradient) before a product, the other that of the result; the gradients
+    of bias and sinks have that of the output, from which they are made. A softcap brings an absolute error of 2**-23 times
+    its size into each score and so as much, relatively, into each weight.
     """
     sizes, options = case.sizes, case.options
     length = max(sizes.q_heads // sizes.kv_heads * sizes.q_seq, sizes.kv_seq)
     if name in ("dbias", "dsinks"):
         length = sizes.batch * sizes.q_heads * sizes.q_seq
-    narrow = sizes.dtype == "bfloat16" and name not in ("lse", "max_logit", "dbias", "dsinks")
-    halves = 2 if narrow or (options.bias is not None and name == "dbias" and options.bias.dtype == jnp.bfloat16) else 0
+    narrow = sizes.dtype == "bfloat16" and name not in ("lse", "max_logit")
+    narrow |= name == "dbias" and options.bias.dtype == jnp.bfloat16
+    halves = 2 if narrow else 0
     return halves * 2.0**-8 + (max(8.0, math.sqrt(length)) + (options.softcap or 0)) * 2.0**-23
+
+
+def generator():
+    return np.random.default_rng(7)
+
+
+def normal(*shape, dtype="float32"):
+    return jnp.asarray(generator().normal(size=shape).astype(jnp.dtype(dtype)))
+
+
+def some(*shape, share=0.5):
+    return jnp.asarray(generator().random(shape) < share)
+
+
+IDS = jnp.asarray(np.repeat([[0, 1, 2, 3, 0], [1, 1, 2, 0, 4]], [28, 30, 32, 30, 10], axis=1))  # 130, padding is 0
+SINKS = jnp.asarray([0.5, 80.0])  # the second one larger than any score
+DROPOUT = Dropout(0.3, jax.random.key(3))
+
+
+def hiding_bias():
+    """Some keys hidden; query 5 sees none, and query 6 one that the lowest of all numbers does not hide."""
+    bias = jnp.where(normal(1, 2, 130, 130) > 0.8, -jnp.inf, normal(1, 2, 130, 130))
+    return bias.at[:, :, 5].set(-jnp.inf).at[:, :, 6, :3].set(jnp.finfo(jnp.float32).min)
+
+
+@pytest.mark.parametrize(
+    "mask, options",
+    [
+        pytest.param(SlidingWindow(40, 10), dict(softcap=2.0), id="softcap"),
+        pytest.param(Segments(IDS) & Causal(), dict(sinks=SINKS, return_max_logit=True), id="sinks"),
+        pytest.param(Causal(), dict(bias=hiding_bias(), return_max_logit=True), id="bias"),
+        pytest.param(Full(), dict(bias=normal(2, 1, 130, 1), dropout=DROPOUT), id="bias per query, dropout"),
+    ],
+)
+def test_options(mask, options):
+    check(problem(130, 130, mask=mask, **options))
+
+
+def test_packed_keys_and_values_in_bfloat16():
+    mask = eqx_attn._masks.Dense(some(2, 1, 130, 150, share=0.7))
+    check(problem(130, 150, 128, layout="kv", heads=(4, 2), dtype="bfloat16", mask=mask))
+
+
+def test_a_map_of_small_blocks_for_each_head():
+    check(problem(130, 130, mask=BlockSparse(some(2, 2, 7, 19), (20, 7)) & Causal(), layout="bhsd"))
+
+
+def test_all_options_at_once():
+    """With packed arrays that are read in place."""
+    mask = Segments(IDS) & Causal() & BlockSparse(some(2, 2, 3, 3, share=0.7), 50)
+    mask = mask & eqx_attn._masks.Dense(some(130, 1, share=0.9))
+    options = dict(bias=normal(2, 130, 130, dtype="bfloat16"), sinks=SINKS, softcap=3.0, dropout=DROPOUT)
+    check(problem(130, 130, 128, layout="qkv", mask=mask, return_max_logit=True, **options))
+
+
+def test_what_padding_holds_reaches_nothing():
+    """NaN and large numbers in padding, of arrays and of cotangents, reach no result."""
+    options = dict(mask=Segments(IDS) & Causal(), sinks=SINKS, softcap=2.0, dropout=DROPOUT)
+    clean = problem(130, 130, **options)
+    padding = (IDS == 0)[:, :, None, None]
+    garbage = lambda x, value: jnp.where(padding, value, x)
+    q, k, v = clean.arrays
+    soiled = dataclasses.replace(clean, arrays=(garbage(q, jnp.nan), garbage(k, jnp.nan), garbage(v, jnp.inf)))
+    soiled = dataclasses.replace(soiled, dout=garbage(clean.dout, jnp.nan))
+    found = check(clean, soiled)
+    assert all((found[f"grad {i}"][np.asarray(IDS) == 0] == 0).all() for i in range(3))
+
+
+def test_hidden_blocks_of_a_map_are_not_read():
+    """NaN in keys and values of a block that nobody sees, and in the queries of one that sees nothing."""
+    seen = jnp.asarray([[True, False, True], [False, False, False]])
+    case = problem(256, 384, heads=(1, 1), batch=1, mask=BlockSparse(seen, 128))
+    q, k, v = case.arrays
+    soiled = dataclasses.replace(
+        case, arrays=(q.at[:, 128:].set(jnp.nan), k.at[:, 128:256].set(jnp.nan), v.at[:, 128:256].set(jnp.nan))
+    )
+    check(case, soiled)

@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eqx_attn import _visits
-from eqx_attn._operands import SegmentOperands
-from eqx_attn._visits import band_kv_visits, band_q_visits, segment_kv_visits, segment_q_visits, Visits
+from eqx_attn._operands import BlockOperands, SegmentOperands
+from eqx_attn._reference import expand_blocks
+from eqx_attn._visits import (
+    band_kv_visits,
+    band_q_visits,
+    map_kv_visits,
+    map_q_visits,
+    segment_kv_visits,
+    segment_q_visits,
+    Visits,
+)
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 
@@ -153,3 +162,32 @@ def test_memory_is_bounded(seq):
     jaxpr = jax.make_jaxpr(lambda segments: segment_kv_visits(segments, 512, 512, upper=0).table)(segments)
     sizes = [variable.aval.size for equation in jaxpr.jaxpr.eqns for variable in equation.outvars]
     assert jaxpr.out_avals[0].size <= _visits.MAX_WORDS and max(sizes) <= max(seq, _visits.MAX_WORDS)
+
+
+@few
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([None, 0, 12]))
+def test_maps_of_blocks(seed, heads, with_segments, upper):
+    """Visits under a map, its blocks larger and smaller than the kernel's, with bounds and segments."""
+    generator = np.random.default_rng(seed)
+    q_seq, kv_seq, batch = 37, 50, 4
+    blocks = BlockOperands(jnp.asarray(generator.random((2, heads, 4, 17)) < 0.4), 10, 3)
+    expanded = expand_blocks(blocks, np.arange(q_seq), np.arange(kv_seq))
+    visible = np.asarray(expanded)[np.arange(batch) // 2]
+    segments = None
+    if with_segments:
+        ids = [np.sort(generator.integers(0, 4, (batch, seq))) for seq in (q_seq, kv_seq)]
+        segments = segments_of(*ids, *(np.broadcast_to(np.arange(seq), (batch, seq)) for seq in (q_seq, kv_seq)))
+        visible = visible & visible_of(segments, None, None)[:, None]
+    if upper is not None:
+        visible = visible & (np.arange(kv_seq) - np.arange(q_seq)[:, None] <= upper)
+    for visits, seen, sizes in [
+        (map_kv_visits(blocks, batch, q_seq, kv_seq, 8, 4, upper=upper, segments=segments), visible, (8, 4)),
+        (map_q_visits(blocks, batch, q_seq, kv_seq, 8, 4, upper=upper, segments=segments), visible.mT, (4, 8)),
+    ]:
+        states = walk(visits)
+        for example, head in np.ndindex(batch, heads):
+            state, exact = states[visits.example(example, head)], blocks_of(seen[example, head], *sizes)
+            assert np.all((exact == HIDDEN) | (state != HIDDEN)), "a visible block is not visited"
+            assert np.all((state != WHOLE) | (exact != PARTIAL)), "a block that needs a mask is called whole"
+            if not with_segments and upper is None:
+                np.testing.assert_array_equal(state, exact)
