@@ -83,7 +83,7 @@ def _on_tiles(blocks: BlockOperands, q_seq: int, kv_seq: int, tile: Tile) -> tup
         widths[axis] = (1, 0)
         running = jnp.pad(jnp.cumsum(sums, axis), widths)
         sums = jnp.take(running, last + 1, axis) - jnp.take(running, first, axis)
-        covered = covered * np.expand_dims(last + 1 - first, [other for other in range(4) if other != axis])
+        covered = covered * np.expand_dims(last + 1 - first, tuple(other for other in range(4) if other != axis))
     return sums > 0, sums == covered
 
 

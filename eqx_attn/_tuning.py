@@ -59,8 +59,10 @@ def _option_tiles(spec: KernelSpec, dim: int, hopper: bool) -> Tiles:
     if dim == 64:
         return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3))
     if dim == 128:
-        over_keys = (Tile(64, 32, 4, 2),) * 2 if spec.blocks else (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
-        return Tiles(*over_keys, Tile(32, 64, 8, 3))
+        backward = Tile(32, 64, 8, 3)
+        if spec.blocks:
+            return Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), backward)
+        return Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), backward)
     return Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2))
 
 
