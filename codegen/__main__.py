@@ -61,6 +61,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--record", action="store_true", help="with --verify: note successes in generated/COMPILED.json"
     )
+    parser.add_argument(
+        "--unrecorded",
+        action="store_true",
+        help="with --verify: only kernels that generated/COMPILED.json does not say compile for every device",
+    )
     return parser
 
 
@@ -86,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Does what the options ask."""
-    verify_only = [f"--{name}" for name in ("platform", "device", "record") if getattr(options, name)]
+    verify_only = [f"--{name}" for name in ("platform", "device", "record", "unrecorded") if getattr(options, name)]
     if options.verify is None and verify_only:
         raise UserError(f"{', '.join(verify_only)} belongs to --verify")
     if options.check:
@@ -145,9 +150,14 @@ def verify(options: argparse.Namespace) -> int:
     """Compiles kernels with the real compilers."""
     if options.platform is None:
         raise UserError("--verify needs --platform tpu or --platform cuda")
-    from .verify import CannotVerify, verify_specs
+    from .verify import CannotVerify, unrecorded, verify_specs
 
     specs = specs_of(options.verify)
+    if options.unrecorded:
+        specs = unrecorded(specs, options.platform)
+        if not specs:
+            print("all of them are recorded as compiled for every device")
+            return 0
     try:
         return verify_specs(specs, options.platform, tuple(options.device or ()), record=options.record)
     except CannotVerify as error:

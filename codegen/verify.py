@@ -95,6 +95,17 @@ class Compiled:
         return spills + idle
 
 
+def unrecorded(specs: list[KernelSpec], platform: str) -> list[KernelSpec]:
+    """Those of `specs` that `platform` compiles and whose present text is not recorded for all of its devices."""
+    entries, wanted = COMPILED.read(generated_folder()), PLATFORMS[platform]
+    return [
+        spec
+        for spec in specs
+        if spec.target in wanted.targets
+        and not set(wanted.devices) <= COMPILED.lookup(entries, spec.name, body_digest(render(spec))).keys()
+    ]
+
+
 def verify_specs(specs: list[KernelSpec], platform: str, devices: tuple[str, ...], record: bool) -> int:
     """Compiles `specs`, forward and backward, for `devices` (all of the platform if empty), and prints a table.
 

@@ -95,15 +95,8 @@ def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options
     scale = float(sizes.qk_dim**-0.5 if options.scale is None else options.scale)
     if scale <= 0:  # the kernels take the maximum of scores before they scale
         arrays, scale = _negated(arrays, scale, layout)
-    operands = operands_for(plan, scale)
-    operands = dataclasses.replace(
-        operands,
-        softcap=None if options.softcap is None else float(options.softcap),
-        max_logit=options.return_max_logit,
-        heads_of_kv=sizes.kv_heads if request.layout in ("qkv", "kv") else None,
-        **_dropout_operands(options, sizes),
-    )
-    learned = _learned(options, sizes)
+    operands = call_operands(plan, scale, sizes, request.layout, options)
+    learned = learned_of(options, sizes)
     arrays = tuple(jnp.reshape(x, (sizes.batch, *x.shape[-3:])) for x in arrays)
     if call.default.implementation == "reference":
         results = _reference(layout, arrays, dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks))
@@ -163,6 +156,17 @@ def operands_for(plan: MaskPlan, scale: float) -> Operands:
     )
 
 
+def call_operands(plan: MaskPlan, scale: float, sizes: Sizes, layout: str, options: Options) -> Operands:
+    """`operands_for` with what the options of a call add."""
+    return dataclasses.replace(
+        operands_for(plan, scale),
+        softcap=None if options.softcap is None else float(options.softcap),
+        max_logit=options.return_max_logit,
+        heads_of_kv=sizes.kv_heads if layout in ("qkv", "kv") else None,
+        **_dropout_operands(options, sizes),
+    )
+
+
 def _dropout_of(options: Options) -> Dropout | None:
     """The dropout, unless it drops nothing."""
     return options.dropout if options.dropout is not None and options.dropout.rate > 0 else None
@@ -180,7 +184,8 @@ def _dropout_operands(options: Options, sizes: Sizes) -> dict:
     )
 
 
-def _learned(options: Options, sizes: Sizes) -> Learned:
+def learned_of(options: Options, sizes: Sizes) -> Learned:
+    """Bias and sinks as the kernels take them."""
     bias, sinks = options.bias, options.sinks
     if bias is not None:
         bias = flat_scores(bias, "bias is an array", "[*batch, q_heads, q_seq, kv_seq]", sizes.scores)

@@ -13,6 +13,11 @@ from eqx_attn import _dropout
 FULL, NONE = eqx_attn.Full(), oracle.Extras()
 
 
+def plain(spec) -> bool:
+    """Whether a kernel has separate arrays of one head dim, and no option but segments."""
+    return not spec.layout.packed and not set(spec.options) - {"segments"} and spec.qk_dim == spec.v_dim
+
+
 def call(layout, query, key, value, **options):
     """`attention` on three arrays, packed first where the layout is a packed one."""
     if layout == "qkv":

@@ -1,7 +1,6 @@
 """A kernel against the dense oracle: on which inputs, and what error its arithmetic explains."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -9,19 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from .. import Causal, Full, Mask, Segments, SlidingWindow
+from .. import BlockSparse, Causal, Dropout, Full, Mask, Segments, SlidingWindow
 from .._call import Call, Route
 from .._codegen import KernelSpec
 from .._context import current_context
 from .._masks import Alignment
 from .._operands import Operands
 from .._reference import reference_attention, visible_keys
-from .._serve import operands_for, Options, prepare, sizes_of
+from .._serve import call_operands, learned_of, Options, prepare, sizes_of
 from .._tuning import default_tiles
-from .._vjp import attend
+from .._vjp import attend, Learned, packed
 
 BATCH, Q_HEADS, KV_HEADS = 2, 4, 2
-NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES = ("out", "lse", "max_logit", "dq", "dk", "dv", "dbias", "dsinks")
+
+
+def names_of(spec: KernelSpec) -> tuple[str, ...]:
+    """The results of a kernel, in the order of `NAMES`."""
+    absent = {"max_logit": not spec.maxlogit, "dbias": not spec.bias, "dsinks": not spec.sinks}
+    return tuple(name for name in NAMES if not absent.get(name, False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,11 @@ SHAPES = (Shape(333, 461), Shape(461, 333, "bottom_right"), Shape(512, 512))
 SMALL_SHAPES = (Shape(45, 77), Shape(77, 45, "bottom_right"))  # for an interpreter
 
 
+def shape_for(spec: KernelSpec, shape: Shape) -> Shape:
+    """`shape`, with as many keys as queries where one array holds both."""
+    return dataclasses.replace(shape, kv_seq=shape.q_seq) if spec.layout == "qkv" else shape
+
+
 def mask_of(spec: KernelSpec, shape: Shape) -> Mask:
     """A mask of the spec's kind. Ids are in no order, with padding on both sides and an id that only queries have."""
     window = shape.q_seq // 5
@@ -47,24 +57,49 @@ def mask_of(spec: KernelSpec, shape: Shape) -> Mask:
         "window": SlidingWindow(window, window // 3, shape.alignment),
     }
     mask = bands[str(spec.mask)]
-    if not spec.segments:
-        return mask
     random = np.random.default_rng(1)
-    ids = [
-        np.repeat(random.permutation(length // 16 + 1), 16)[:length] % count
-        for length, count in ((shape.q_seq, 6), (shape.kv_seq, 5))
-    ]
-    # Id 0 is padding; 5 is an id that no key has.
-    q_ids, kv_ids = (np.stack([row, np.roll(row, 7)]).astype(np.int32) for row in ids)
-    return mask & Segments(jnp.asarray(q_ids), jnp.asarray(kv_ids))
+    if spec.segments:
+        ids = [
+            np.repeat(random.permutation(length // 16 + 1), 16)[:length] % count
+            for length, count in ((shape.q_seq, 6), (shape.kv_seq, 5))
+        ]
+        # Id 0 is padding; 5 is an id that no key has.
+        q_ids, kv_ids = (np.stack([row, np.roll(row, 7)]).astype(np.int32) for row in ids)
+        mask &= Segments(jnp.asarray(q_ids), jnp.asarray(kv_ids))
+    if spec.blocks:  # one map for each head, of blocks that no tile of a kernel matches
+        blocks = (-(-shape.q_seq // 48), -(-shape.kv_seq // 80))
+        mask &= BlockSparse(random.random((1, Q_HEADS, *blocks)) < 0.5, (48, 80))
+    if spec.dense:
+        mask &= jnp.asarray(random.random((BATCH, 1, shape.q_seq, shape.kv_seq)) < 0.5)
+    return mask
+
+
+def options_of(spec: KernelSpec, shape: Shape, dtype: str) -> Options:
+    """A call's options that `spec` serves. A bias is shared by examples, by heads, or by neither, as the shape has it."""
+    bias, sinks, dropout = jax.random.split(jax.random.key(1), 3)
+    shared = {"top_left": (1, Q_HEADS), "bottom_right": (BATCH, 1)}[shape.alignment]
+    bias_shape = (*(shared if shape.q_seq != shape.kv_seq else (BATCH, Q_HEADS)), shape.q_seq, shape.kv_seq)
+    return Options(
+        mask_of(spec, shape),
+        bias=jax.random.normal(bias, bias_shape, dtype) if spec.bias else None,
+        sinks=2 * jax.random.normal(sinks, (Q_HEADS,), jnp.float32) if spec.sinks else None,
+        softcap=2.0 if spec.softcap else None,
+        dropout=Dropout(0.2, dropout) if spec.dropout else None,
+        deterministic=True,
+        return_max_logit=spec.maxlogit,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Arrays in the spec's layout and the call of its kernel. `seen` is the dense mask, for the oracle."""
+    """Arrays in the spec's layout and the call of its kernel. `seen` is the dense mask, for the oracle.
+
+    `q`, `k` and `v` are apart, in `bshd` where the layout is a packed one.
+    """
 
     call: Call
     operands: Operands
+    learned: Learned
     q: Array
     k: Array
     v: Array
@@ -75,64 +110,89 @@ class Inputs:
 
 def make_inputs(spec: KernelSpec, shape: Shape, dtype: str) -> Inputs:
     """Random arrays and cotangents. Raises AssertionError where the call would be served by another spec."""
+    shape = shape_for(spec, shape)
     keys = jax.random.split(jax.random.key(0), 5)
 
     def random(key, seq, heads, dim):
-        sizes = (BATCH, seq, heads, dim) if spec.layout == "bshd" else (BATCH, heads, seq, dim)
+        sizes = (BATCH, heads, seq, dim) if spec.layout == "bhsd" else (BATCH, seq, heads, dim)
         return jax.random.normal(key, sizes, dtype)
 
     q = random(keys[0], shape.q_seq, Q_HEADS, spec.qk_dim)
     k = random(keys[1], shape.kv_seq, KV_HEADS, spec.qk_dim)
     v = random(keys[2], shape.kv_seq, KV_HEADS, spec.v_dim)
     dout = random(keys[3], shape.q_seq, Q_HEADS, spec.v_dim)
-    layout = str(spec.layout)
-    options = Options(mask_of(spec, shape), deterministic=True)
-    request, plan = prepare(sizes_of(q, k, v, layout), layout, options)
+    layout, sizes = str(spec.layout), sizes_of(q, k, v, "bhsd" if spec.layout == "bhsd" else "bshd")
+    options = options_of(spec, shape, dtype)
+    request, plan = prepare(sizes, layout, options)
     if request.spec(spec.target) != spec:
         raise AssertionError(f"the inputs made for {spec.name} belong to {request.spec(spec.target).name}")
-    operands = operands_for(plan, spec.qk_dim**-0.5)
+    operands = call_operands(plan, spec.qk_dim**-0.5, sizes, layout, options)
     seen = visible_keys(operands, shape.q_seq, shape.kv_seq)
-    seen = jnp.broadcast_to(seen, (BATCH, 1, shape.q_seq, shape.kv_seq))
+    seen = jnp.broadcast_to(seen, (BATCH, seen.shape[1], shape.q_seq, shape.kv_seq))
     dlse = jax.random.normal(keys[4], (BATCH, Q_HEADS, shape.q_seq), jnp.float32)
-    # Nothing of a dead row's cotangent may get through.
-    dlse = jnp.where(jnp.any(seen, axis=-1), dlse, jnp.nan)
+    if not spec.sinks:  # Nothing of a dead row's cotangent may get through.
+        dlse = jnp.where(jnp.any(seen, axis=-1), dlse, jnp.nan)
     tiles = default_tiles(spec, dtype, shape.q_seq, shape.kv_seq)
-    call = Call(str(spec.layout), Route(str(spec.target), spec, tiles), (), current_context())
-    return Inputs(call, operands, q, k, v, dout, dlse, seen)
+    call = Call(layout, Route(str(spec.target), spec, tiles), (), current_context())
+    return Inputs(call, operands, learned_of(options, sizes), q, k, v, dout, dlse, seen)
 
 
+jax.tree_util.register_dataclass(
+    Inputs, [field.name for field in dataclasses.fields(Inputs) if field.name != "call"], ["call"]
+)
+
+
+@jax.jit
 def computed(inputs: Inputs) -> tuple[Array, ...]:
-    """Output, lse and the three gradients by the kernel; float32 products at the highest precision."""
+    """The results that `names_of` names, by the kernel; float32 products at the highest precision."""
+
+    def kernel(q, k, v, learned):
+        return attend(inputs.call, packed((q, k, v), inputs.call.layout), inputs.operands, learned)
+
     with jax.default_matmul_precision("highest"):
-        return _computed(inputs.call, inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse, inputs.operands)
+        return _results(kernel, (inputs.q, inputs.k, inputs.v), inputs)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _computed(call, q, k, v, dout, dlse, operands):
-    (out, lse), pullback = jax.vjp(lambda q, k, v: attend(call, (q, k, v), operands), q, k, v)
-    return (out, lse, *pullback((dout, dlse)))
-
-
+@jax.jit
 def expected(inputs: Inputs) -> tuple[Array, ...]:
     """The same by the dense oracle in float32, in the layout of the inputs."""
-    swap = (lambda x: x) if inputs.call.layout == "bshd" else lambda x: jnp.swapaxes(x, 1, 2)
-    q, k, v, dout = (swap(x).astype(jnp.float32) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    dlse = jnp.where(jnp.isnan(inputs.dlse), 0.0, inputs.dlse)
-    out, lse, *grads = _expected(q, k, v, dout, dlse, inputs.seen, inputs.operands.scale)
-    return (swap(out), lse, *(swap(grad) for grad in grads))
 
+    def swap(x):
+        return jnp.swapaxes(x, 1, 2) if inputs.call.layout == "bhsd" else x
 
-@functools.partial(jax.jit, static_argnums=6)
-def _expected(q, k, v, dout, dlse, seen, scale):
-    operands = Operands(scale=scale, dense=seen)
+    def oracle(q, k, v, learned):
+        operands = dataclasses.replace(
+            inputs.operands,
+            lower=None,
+            upper=None,
+            segments=None,
+            blocks=None,
+            dense=inputs.seen,
+            bias=learned.bias,
+            sinks=learned.sinks,
+        )
+        out, *others = reference_attention(swap(q), swap(k), swap(v), operands)
+        return swap(out), *others
+
+    wide = dataclasses.replace(inputs, dlse=jnp.where(jnp.isnan(inputs.dlse), 0.0, inputs.dlse))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, wide)
     with jax.default_matmul_precision("highest"):
-        (out, lse), pullback = jax.vjp(lambda q, k, v: reference_attention(q, k, v, operands), q, k, v)
-        return (out, lse, *pullback((dout, dlse)))
+        return _results(oracle, (wide.q, wide.k, wide.v), wide)
+
+
+def _results(function, arrays, inputs: Inputs) -> tuple[Array, ...]:
+    """What `function(q, k, v, learned)` gives and the gradients, in the order of `NAMES`."""
+    (out, lse, *max_logit), pullback = jax.vjp(function, *arrays, inputs.learned)
+    zeros = [jnp.zeros_like(x) for x in max_logit]
+    *grads, learned = pullback((inputs.dout, inputs.dlse, *zeros))
+    others = [x for x in (learned.bias, learned.sinks) if x is not None]
+    return (out, lse, *max_logit, *grads, *others)
 
 
 # How often a value is rounded to the arrays' dtype on the way to each result. out: the weights, the result. dv: the
-# weights, the result. dq and dk: the output inside delta, the weights' gradient, the result. lse: never.
-_ROUNDINGS = {"out": 2, "lse": 0, "dq": 3, "dk": 3, "dv": 2}
+# weights, the result. dq and dk: the output inside delta, the weights' gradient, the result. dbias: the output, the result.
+# dsinks: the output. lse and max_logit: never.
+_ROUNDINGS = {"out": 2, "lse": 0, "max_logit": 0, "dq": 3, "dk": 3, "dv": 2, "dbias": 2, "dsinks": 1}
 
 
 def tolerance(name: str, dtype: str, dim: int, length: int) -> float:
@@ -165,10 +225,18 @@ def compare(name: str, found: ArrayLike, wanted: ArrayLike, dtype: str, dim: int
     got, want = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     if got.shape != want.shape:
         return Errors(math.inf, math.inf, f"{name} has shape {got.shape}, not {want.shape}")
-    dead = np.isneginf(want) if name == "lse" else np.broadcast_to(~want.any(axis=-1, keepdims=True), want.shape)
-    exact = np.isneginf(got[dead]) if name == "lse" else got[dead] == 0
+    dead = (
+        np.isneginf(want)
+        if name in ("lse", "max_logit")
+        else np.broadcast_to(~want.any(axis=-1, keepdims=True), want.shape)
+    )
+    exact = np.isneginf(got[dead]) if name in ("lse", "max_logit") else got[dead] == 0
     if not exact.all():
-        return Errors(math.inf, math.inf, f"{name} of rows that see nothing is not {'-inf' if name == 'lse' else 0}")
+        return Errors(
+            math.inf,
+            math.inf,
+            f"{name} of rows that see nothing is not {'-inf' if name in ('lse', 'max_logit') else 0}",
+        )
     got, want = got[~dead], want[~dead]
     if not np.isfinite(got).all():
         return Errors(math.inf, math.inf, f"{name} has {np.sum(~np.isfinite(got))} values that are not finite")

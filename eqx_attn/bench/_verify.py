@@ -19,7 +19,7 @@ from .. import _codegen
 from .._codegen import digests, KernelSpec, REPOSITORY
 from .._context import interpret
 from ._environment import commit, device_kind, versions
-from ._numerics import compare, computed, expected, make_inputs, NAMES, Shape, SHAPES, SMALL_SHAPES
+from ._numerics import compare, computed, expected, make_inputs, NAMES, names_of, Shape, SHAPES, SMALL_SHAPES
 
 _DTYPES = {"triton": ("bfloat16", "float16", "float32"), "pallas_tpu": ("bfloat16", "float32")}
 
@@ -133,8 +133,8 @@ def _verify_call(spec: KernelSpec, shape: Shape, dtype: str, where: str, result:
     first, second = ([np.asarray(x) for x in computed(inputs)] for _ in range(2))
     wanted = expected(inputs)
     dim, length = max(spec.qk_dim, spec.v_dim), max(shape.q_seq, shape.kv_seq)
-    worst = result.errors.setdefault(dtype, dict.fromkeys(NAMES, 0.0))
-    for name, found, again, want in zip(NAMES, first, second, wanted, strict=True):
+    worst = result.errors.setdefault(dtype, dict.fromkeys(names_of(spec), 0.0))
+    for name, found, again, want in zip(names_of(spec), first, second, wanted, strict=True):
         errors = compare(name, found.astype(np.float32), want, dtype, dim, length)
         worst[name] = max(worst[name], errors.rms)
         if errors.fault:
@@ -154,7 +154,7 @@ def _table(results: dict[str, Verified], device: str) -> Table:
         for dtype, errors in result.errors.items():
             bad = any(fault.startswith(dtype) for fault in result.faults)
             verdict = "[red]wrong[/red]" if bad else "right"
-            table.add_row(name, dtype, *(f"{errors[part]:.1e}" for part in NAMES), verdict)
+            table.add_row(name, dtype, *(f"{errors[part]:.1e}" if part in errors else "" for part in NAMES), verdict)
         if not result.errors:
             table.add_row(name, "-", *("-" for _ in NAMES), "[red]failed[/red]")
     return table

@@ -1,0 +1,551 @@
+# Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
+# spec: pallas_tpu/bshd_causal_qk64_v64_bias
+# digest: c3a67d79af0792ae
+"""Causal attention on a TPU, forward and backward.
+
+Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
+A TPU's tiles are 128 lanes wide, and heads of this dim, side by side in a token, do not lie on them: the
+arrays are copied to [batch, heads, seq, dim] before the kernels, and the results back.
+
+The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward keeps a running softmax over blocks of
+keys; the backward recomputes the scores, once for the gradient of the queries and once for those of keys and values.
+Scores are held transposed, [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory,
+and maxima and sums over keys need no exchange between lanes.
+
+Which blocks a block visits, and which of those need a mask, is a table in scalar memory; nothing is loaded for a block
+with nothing to see.
+
+The bias is read by blocks as it is, and transposed like the scores. Its gradient has a kernel of its own, which runs where
+it is asked for.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from eqx_attn._device import (
+    band_kv_visits,
+    band_q_visits,
+    column,
+    dot,
+    fit_block,
+    interpret_params,
+    matmul_precision,
+    pad_rows,
+    score_blocks,
+    VMEM_LIMIT_BYTES,
+    zero_tail,
+)
+
+SPEC = "pallas_tpu/bshd_causal_qk64_v64_bias"
+
+HEAD_DIM = 64
+LOG2_E = 1.4426950408889634  # exp(x) = exp2(LOG2_E * x), and the hardware has exp2
+HIDDEN = -jnp.inf  # the score of a key that the query does not see
+BLIND = 1e30  # in the backward, the lse of a query past the end or without any key: exp2(score - lse) is 0
+
+
+def forward(q, k, v, operands, tiles):
+    """Returns out [batch, q_seq, q_heads, 64] and lse, float32 [batch, q_heads, q_seq].
+
+    lse is the natural logarithm of the sum of a query's exponentiated scores; -inf, and out 0, where it sees no key.
+    """
+    batch, q_seq, q_heads, _ = q.shape
+    _, kv_seq, kv_heads, _ = k.shape
+    block_q, block_kv = fit_block(tiles.forward.block_q, q_seq), fit_block(tiles.forward.block_kv, kv_seq)
+    q_blocks = pl.cdiv(q_seq, block_q)
+    visits = band_kv_visits(q_seq, kv_seq, block_q, block_kv, upper=operands.upper)
+    bias = score_blocks(operands.bias, batch, block_q, block_kv)
+    queries, keys, rows, scores = _query_blocks(block_q, block_kv, q_heads // kv_heads, visits)
+    out, lse = pl.pallas_call(
+        functools.partial(
+            _forward_kernel,
+            visits=visits,
+            bias=bias,
+            scale=operands.scale,
+            upper=operands.upper,
+            kv_seq=kv_seq,
+            precision=matmul_precision(q.dtype),
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), operands.out_dtype or q.dtype),
+            jax.ShapeDtypeStruct((batch, q_heads, 1, q_blocks * block_q), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, q_heads, q_blocks, visits.steps),
+            in_specs=[scores(bias), queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM)],
+            out_specs=(queries(HEAD_DIM), rows),
+            scratch_shapes=[
+                pltpu.VMEM((HEAD_DIM, block_q), jnp.float32),
+                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((1, block_q), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+        ),
+        interpret=interpret_params(),
+        name="attention_forward",
+    )(
+        visits.table,
+        bias.array,
+        q.swapaxes(1, 2),
+        k.swapaxes(1, 2),
+        v.swapaxes(1, 2),
+    )
+    return out.swapaxes(1, 2), lse[:, :, 0, :q_seq]
+
+
+def _forward_kernel(
+    visits_ref,
+    bias_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    out_ref,
+    lse_ref,
+    acc_ref,
+    max_ref,
+    sum_ref,
+    *,
+    visits,
+    bias,
+    scale,
+    upper,
+    kv_seq,
+    precision,
+):
+    """One step of one block of queries: one block of keys into the running softmax of each query."""
+    q_block, step = pl.program_id(2), pl.program_id(3)
+    kv_block = visits.block(visits_ref, q_block, step)
+
+    @pl.when(step == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
+        max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    def attend(partial):
+        v = v_ref[...]
+        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * scale + bias.tile(bias_ref)  # [block_kv, block_q]
+        if partial:
+            s = jnp.where(_keep(q_block, kv_block, s.shape, upper, kv_seq), s, HIDDEN)
+            v = zero_tail(v, kv_block, kv_seq)
+        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+        shift = jnp.where(row_max > HIDDEN, row_max, 0.0)  # -inf - -inf is no number
+        correction = jnp.exp2((max_ref[...] - shift) * LOG2_E)
+        p = jnp.exp2((s - shift) * LOG2_E)
+        max_ref[...] = row_max
+        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
+        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+
+    @pl.when(visits.whole(visits_ref, q_block, step))
+    def _():
+        attend(partial=False)
+
+    @pl.when(visits.partial(visits_ref, q_block, step))
+    def _():
+        attend(partial=True)
+
+    @pl.when(step == pl.num_programs(3) - 1)
+    def _():
+        sees = max_ref[...] > HIDDEN
+        out_ref[...] = jnp.where(sees, acc_ref[...] / sum_ref[...], 0.0).T.astype(out_ref.dtype)
+        lse_ref[...] = jnp.where(sees, max_ref[...] + jnp.log2(sum_ref[...]) / LOG2_E, -jnp.inf)
+
+
+def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
+    """Returns dq, dk, dv, like q, k, v, and the gradient of the bias, if asked for,.
+
+    They are for the gradients dout of out and dlse of lse.
+    """
+    # The gradient of a score is p * (dp - delta): delta is the same for all keys of a query, and lse adds p * dlse.
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = delta.swapaxes(1, 2) - dlse  # [batch, q_heads, q_seq]
+    sees = lse > -jnp.inf
+    delta = jnp.where(sees, delta, 0.0)
+    lse = jnp.where(sees, lse, BLIND)
+    dq = _query_gradient(q, k, v, dout, lse, delta, operands, tiles.dq)
+    dk, dv = _key_value_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
+    dbias = ()
+    if operands.bias_gradient:
+        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dq),)
+    return dq, dk, dv, *dbias
+
+
+def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of queries goes over the blocks of keys that it sees."""
+    batch, q_seq, q_heads, _ = q.shape
+    _, kv_seq, kv_heads, _ = k.shape
+    block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
+    q_blocks = pl.cdiv(q_seq, block_q)
+    visits = band_kv_visits(q_seq, kv_seq, block_q, block_kv, upper=operands.upper)
+    bias = score_blocks(operands.bias, batch, block_q, block_kv)
+    queries, keys, rows, scores = _query_blocks(block_q, block_kv, q_heads // kv_heads, visits)
+    dq = pl.pallas_call(
+        functools.partial(
+            _dq_kernel,
+            visits=visits,
+            bias=bias,
+            scale=operands.scale,
+            upper=operands.upper,
+            kv_seq=kv_seq,
+            precision=matmul_precision(q.dtype),
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, q_heads, q_blocks, visits.steps),
+            in_specs=[scores(bias), queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
+            out_specs=queries(HEAD_DIM),
+            scratch_shapes=[pltpu.VMEM((HEAD_DIM, block_q), jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+        ),
+        interpret=interpret_params(),
+        name="attention_dq",
+    )(
+        visits.table,
+        bias.array,
+        q.swapaxes(1, 2),
+        k.swapaxes(1, 2),
+        v.swapaxes(1, 2),
+        dout.swapaxes(1, 2),
+        pad_rows(lse, q_blocks * block_q, BLIND),
+        pad_rows(delta, q_blocks * block_q, 0.0),
+    )
+    return dq.swapaxes(1, 2)
+
+
+def _dq_kernel(
+    visits_ref,
+    bias_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse_ref,
+    delta_ref,
+    dq_ref,
+    acc_ref,
+    *,
+    visits,
+    bias,
+    scale,
+    upper,
+    kv_seq,
+    precision,
+):
+    """One step of one block of queries: one block of keys into the queries' gradient."""
+    q_block, step = pl.program_id(2), pl.program_id(3)
+    kv_block = visits.block(visits_ref, q_block, step)
+
+    @pl.when(step == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
+
+    def accumulate(partial):
+        k = k_ref[...]
+        s = dot(k, q_ref[...], (1, 1), precision) * scale + bias.tile(bias_ref)  # [block_kv, block_q]
+        p = jnp.exp2((s - lse_ref[...]) * LOG2_E)
+        dp = dot(v_ref[...], dout_ref[...], (1, 1), precision)
+        ds = p * (dp - delta_ref[...])
+        if partial:
+            ds = jnp.where(_keep(q_block, kv_block, s.shape, upper, kv_seq), ds, 0.0)
+            k = zero_tail(k, kv_block, kv_seq)
+        acc_ref[...] += dot(k, ds.astype(k.dtype), (0, 0), precision)
+
+    @pl.when(visits.whole(visits_ref, q_block, step))
+    def _():
+        accumulate(partial=False)
+
+    @pl.when(visits.partial(visits_ref, q_block, step))
+    def _():
+        accumulate(partial=True)
+
+    @pl.when(step == pl.num_programs(3) - 1)
+    def _():
+        dq_ref[...] = (acc_ref[...] * scale).T.astype(dq_ref.dtype)
+
+
+def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
+    batch, q_seq, q_heads, _ = q.shape
+    _, kv_seq, kv_heads, _ = k.shape
+    block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
+    q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
+    group = q_heads // kv_heads
+    visits = band_q_visits(q_seq, kv_seq, block_q, block_kv, upper=operands.upper)
+    bias = score_blocks(operands.bias, batch, block_q, block_kv)
+    queries, keys, rows, scores = _key_blocks(block_q, block_kv, group, visits)
+    dk, dv = pl.pallas_call(
+        functools.partial(
+            _dkv_kernel,
+            visits=visits,
+            bias=bias,
+            scale=operands.scale,
+            upper=operands.upper,
+            kv_seq=kv_seq,
+            precision=matmul_precision(q.dtype),
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), v.dtype),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, kv_heads, kv_blocks, group, visits.steps),
+            in_specs=[scores(bias), queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
+            out_specs=(keys(HEAD_DIM), keys(HEAD_DIM)),
+            scratch_shapes=[
+                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
+                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+        ),
+        interpret=interpret_params(),
+        name="attention_dkv",
+    )(
+        visits.table,
+        bias.array,
+        q.swapaxes(1, 2),
+        k.swapaxes(1, 2),
+        v.swapaxes(1, 2),
+        dout.swapaxes(1, 2),
+        pad_rows(lse, q_blocks * block_q, BLIND),
+        pad_rows(delta, q_blocks * block_q, 0.0),
+    )
+    return dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+
+
+def _dkv_kernel(
+    visits_ref,
+    bias_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse_ref,
+    delta_ref,
+    dk_ref,
+    dv_ref,
+    dk_acc_ref,
+    dv_acc_ref,
+    *,
+    visits,
+    bias,
+    scale,
+    upper,
+    kv_seq,
+    precision,
+):
+    """One step of one block of keys: one block of one head's queries into the gradients of keys and values."""
+    kv_block, step = pl.program_id(2), pl.program_id(4)
+    q_block = visits.block(visits_ref, kv_block, step)
+
+    @pl.when((pl.program_id(3) == 0) & (step == 0))
+    def _():
+        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [block_kv, head_dim]
+        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [block_kv, head_dim]
+
+    def accumulate(partial):
+        q, dout = q_ref[...], dout_ref[...]
+        if partial:
+            # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
+            sees = column(lse_ref[...]) < BLIND  # [block_q, 1]
+            q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
+        s = dot(k_ref[...], q, (1, 1), precision) * scale + bias.tile(bias_ref)  # [block_kv, block_q]
+        p = jnp.exp2((s - lse_ref[...]) * LOG2_E)
+        if partial:
+            p = jnp.where(_keep(q_block, kv_block, s.shape, upper, kv_seq) & (lse_ref[...] < BLIND), p, 0.0)
+        dp = dot(v_ref[...], dout, (1, 1), precision)
+        ds = p * (dp - delta_ref[...])
+        dv_acc_ref[...] += dot(p.astype(dout.dtype), dout, (1, 0), precision)
+        dk_acc_ref[...] += dot(ds.astype(q.dtype), q, (1, 0), precision)
+
+    @pl.when(visits.whole(visits_ref, kv_block, step))
+    def _():
+        accumulate(partial=False)
+
+    @pl.when(visits.partial(visits_ref, kv_block, step))
+    def _():
+        accumulate(partial=True)
+
+    @pl.when((pl.program_id(3) == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1))
+    def _():
+        dk_ref[...] = (dk_acc_ref[...] * scale).astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
+
+
+def _bias_gradient(q, k, v, dout, lse, delta, operands, tile):
+    """The scores' gradient where each has a bias of its own, and sums of it where several share one."""
+    batch, q_seq, q_heads, _ = q.shape
+    _, kv_seq, kv_heads, _ = k.shape
+    block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
+    q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
+    bias = score_blocks(operands.bias, batch, block_q, block_kv)
+    queries, keys, rows, scores = _bias_blocks(block_q, block_kv, q_heads // kv_heads, bias)
+    semantics = ("parallel", "parallel", "parallel", "parallel", "arbitrary", "arbitrary", "arbitrary", "arbitrary")
+    dbias = pl.pallas_call(
+        functools.partial(
+            _dbias_kernel,
+            bias=bias,
+            scale=operands.scale,
+            upper=operands.upper,
+            kv_seq=kv_seq,
+            precision=matmul_precision(q.dtype),
+        ),
+        out_shape=jax.ShapeDtypeStruct(bias.array.shape, bias.array.dtype),
+        grid_spec=pl.GridSpec(
+            grid=bias.grid(q_heads, q_blocks, kv_blocks),
+            in_specs=[scores(bias), queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
+            out_specs=scores(bias),
+            scratch_shapes=[pltpu.VMEM(bias.tile_shape, jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics,
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+        ),
+        interpret=interpret_params(),
+        name="attention_dbias",
+    )(
+        bias.array,
+        q.swapaxes(1, 2),
+        k.swapaxes(1, 2),
+        v.swapaxes(1, 2),
+        dout.swapaxes(1, 2),
+        pad_rows(lse, q_blocks * block_q, BLIND),
+        pad_rows(delta, q_blocks * block_q, 0.0),
+    )
+    return dbias.reshape(operands.bias.shape).astype(operands.bias.dtype)
+
+
+def _dbias_kernel(
+    bias_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse_ref,
+    delta_ref,
+    dbias_ref,
+    acc_ref,
+    *,
+    bias,
+    scale,
+    upper,
+    kv_seq,
+    precision,
+):
+    """One block of scores of one head into the gradient of the bias."""
+    steps = [pl.program_id(axis) for axis in range(8)]
+    _, _, q_block, kv_block = bias.place(*steps)
+
+    @pl.when(sum(steps[4:]) == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)  # [block_kv or 1, block_q or 1]
+
+    keep = _keep(q_block, kv_block, (k_ref.shape[0], q_ref.shape[0]), upper, kv_seq) & (lse_ref[...] < BLIND)
+
+    @pl.when(jnp.any(keep))
+    def _():
+        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * scale + bias.tile(bias_ref)  # [block_kv, block_q]
+        p = jnp.exp2((s - lse_ref[...]) * LOG2_E)
+        dp = dot(v_ref[...], dout_ref[...], (1, 1), precision)
+        acc_ref[...] += bias.summed(jnp.where(keep, p * (dp - delta_ref[...]), 0.0))
+
+    @pl.when(sum(steps[4:]) == sum(pl.num_programs(axis) - 1 for axis in range(4, 8)))
+    def _():
+        dbias_ref[...] = bias.untile(acc_ref[...]).astype(dbias_ref.dtype)
+
+
+def _bias_blocks(block_q, block_kv, group, bias):
+    """Block specs for the grid of `_bias_gradient`, in the order of `_query_blocks`."""
+
+    def queries(dim):
+        def index(*steps):
+            b, h, i, _ = bias.place(*steps)
+            return b, h, i, 0
+
+        return pl.BlockSpec((None, None, block_q, dim), index)
+
+    def keys(dim):
+        def index(*steps):
+            b, h, _, j = bias.place(*steps)
+            return b, h // group, j, 0
+
+        return pl.BlockSpec((None, None, block_kv, dim), index)
+
+    def row_index(*steps):
+        b, h, i, _ = bias.place(*steps)
+        return b, h, 0, i
+
+    rows = pl.BlockSpec((None, None, 1, block_q), row_index)
+
+    def scores(blocks):
+        return blocks.spec(bias.place)
+
+    return queries, keys, rows, scores
+
+
+def _keep(q_block, kv_block, shape, upper, kv_seq):
+    """Which scores of a block survive, [block_kv, block_q]."""
+    block_kv, block_q = shape
+    rows = q_block * block_q + lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
+    columns = kv_block * block_kv + lax.broadcasted_iota(jnp.int32, (block_kv, 1), 0)
+    keep = columns <= rows + upper
+    return keep & (columns < kv_seq) if kv_seq % block_kv else keep
+
+
+def _query_blocks(block_q, block_kv, group, visits):
+    """Block specs for the grid (batch, q_heads, q_blocks, steps): queries, keys, a value per query, scores."""
+
+    def queries(dim):
+        return pl.BlockSpec((None, None, block_q, dim), lambda b, h, i, step, table: (b, h, i, 0))
+
+    def keys(dim):
+        def index(b, h, i, step, table):
+            return b, h // group, visits.block(table, i, step), 0
+
+        return pl.BlockSpec((None, None, block_kv, dim), index)
+
+    rows = pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, step, table: (b, h, 0, i))
+
+    def scores(blocks):
+        return blocks.spec(lambda b, h, i, step, table: (b, h, i, visits.block(table, i, step)))
+
+    return queries, keys, rows, scores
+
+
+def _key_blocks(block_q, block_kv, group, visits):
+    """Block specs for the grid (batch, kv_heads, kv_blocks, group, steps), in the order of `_query_blocks`."""
+
+    def queries(dim):
+        def index(b, h, j, g, step, table):
+            return b, h * group + g, visits.block(table, j, step), 0
+
+        return pl.BlockSpec((None, None, block_q, dim), index)
+
+    def keys(dim):
+        return pl.BlockSpec((None, None, block_kv, dim), lambda b, h, j, g, step, table: (b, h, j, 0))
+
+    def row_index(b, h, j, g, step, table):
+        return b, h * group + g, 0, visits.block(table, j, step)
+
+    rows = pl.BlockSpec((None, None, 1, block_q), row_index)
+
+    def scores(blocks):
+        return blocks.spec(lambda b, h, j, g, step, table: (b, h * group + g, visits.block(table, j, step), j))
+
+    return queries, keys, rows, scores

@@ -1,0 +1,381 @@
+# Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
+# spec: pallas_tpu/bshd_full_qk128_v128_dense
+# digest: 8a7a69827bd8c25e
+"""Full attention on a TPU, forward and backward.
+
+Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
+The kernels read a head as 128 columns of [batch, seq, heads * dim]; nothing is transposed.
+
+The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward keeps a running softmax over blocks of
+keys; the backward recomputes the scores, once for the gradient of the queries and once for those of keys and values.
+Scores are held transposed, [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory,
+and maxima and sums over keys need no exchange between lanes.
+
+A boolean array, read by blocks, says which keys a query sees.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from eqx_attn._device import (
+    column,
+    dot,
+    fit_block,
+    interpret_params,
+    matmul_precision,
+    pad_rows,
+    score_blocks,
+    VMEM_LIMIT_BYTES,
+    zero_tail,
+)
+
+SPEC = "pallas_tpu/bshd_full_qk128_v128_dense"
+
+HEAD_DIM = 128
+LOG2_E = 1.4426950408889634  # exp(x) = exp2(LOG2_E * x), and the hardware has exp2
+HIDDEN = -1e30  # the score of a key that the query does not see
+BLIND = 1e30  # in the backward, the lse of a query past the end or without any key: exp2(score - lse) is 0
+
+
+def forward(q, k, v, operands, tiles):
+    """Returns out [batch, q_seq, q_heads, 128] and lse, float32 [batch, q_heads, q_seq].
+
+    lse is the natural logarithm of the sum of a query's exponentiated scores; -inf, and out 0, where it sees no key.
+    """
+    batch, q_seq, q_heads, _ = q.shape
+    _, kv_seq, kv_heads, _ = k.shape
+    block_q, block_kv = fit_block(tiles.forward.block_q, q_seq), fit_block(tiles.forward.block_kv, kv_seq)
+    q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
+    dense = score_blocks(operands.dense, batch, block_q, block_kv)
+    queries, keys, rows, scores = _query_blocks(block_q, block_kv, q_heads // kv_heads)
+    out, lse = pl.pallas_call(
+        functools.partial(
+            _forward_kernel,
+            dense=dense,
+            scale=operands.scale,
+            kv_seq=kv_seq,
+            precision=matmul_precision(q.dtype),
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), operands.out_dtype or q.dtype),
+            jax.ShapeDtypeStruct((batch, q_heads, 1, q_blocks * block_q), jnp.float32),
+        ),
+        grid_spec=pl.GridSpec(
+            grid=(batch, q_heads, q_blocks, kv_blocks),
+            in_specs=[scores(dense), queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM)],
+            out_specs=(queries(HEAD_DIM), rows),
+            scratch_shapes=[
+                pltpu.VMEM((HEAD_DIM, block_q), jnp.float32),
+                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((1, block_q), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+        ),
+        interpret=interpret_params(),
+        name="attention_forward",
+    )(
+        dense.array,
+        _columns(q),
+        _columns(k),
+        _columns(v),
+    )
+    return out.reshape(batch, q_seq, q_heads, HEAD_DIM), lse[:, :, 0, :q_seq]
+
+
+def _forward_kernel(
+    dense_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, acc_ref, max_ref, sum_ref, *, dense, scale, kv_seq, precision
+):
+    """One step of one block of queries: one block of keys into the running softmax of each query."""
+    kv_block = pl.program_id(3)
+
+    @pl.when(kv_block == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
+        max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    def attend(partial):
+        v = v_ref[...]
+        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
+        s = jnp.where(dense.tile(dense_ref), s, HIDDEN)
+        if partial:
+            s = jnp.where(_keep(kv_block, s.shape, kv_seq), s, HIDDEN)
+            v = zero_tail(v, kv_block, kv_seq)
+        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+        correction = jnp.exp2(max_ref[...] - row_max)
+        p = jnp.exp2(s - row_max)
+        max_ref[...] = row_max
+        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
+        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+
+    @pl.when(kv_block < kv_seq // k_ref.shape[0])
+    def _():
+        attend(partial=False)
+
+    if kv_seq % k_ref.shape[0]:
+
+        @pl.when(kv_block == kv_seq // k_ref.shape[0])
+        def _():
+            attend(partial=True)
+
+    @pl.when(kv_block == pl.num_programs(3) - 1)
+    def _():
+        sees = max_ref[...] > HIDDEN
+        out_ref[...] = jnp.where(sees, acc_ref[...] / sum_ref[...], 0.0).T.astype(out_ref.dtype)
+        lse_ref[...] = jnp.where(sees, (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E, -jnp.inf)
+
+
+def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
+    """Returns dq, dk, dv, like q, k, v, for the gradients dout of out and dlse of lse."""
+    # The gradient of a score is p * (dp - delta): delta is the same for all keys of a query, and lse adds p * dlse.
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = delta.swapaxes(1, 2) - dlse  # [batch, q_heads, q_seq]
+    sees = lse > -jnp.inf
+    delta = jnp.where(sees, delta, 0.0)
+    lse = jnp.where(sees, lse * LOG2_E, BLIND)
+    dq = _query_gradient(q, k, v, dout, lse, delta, operands, tiles.dq)
+    dk, dv = _key_value_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
+    return dq, dk, dv
+
+
+def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of queries goes over the blocks of keys that it sees."""
+    batch, q_seq, q_heads, _ = q.shape
+    _, kv_seq, kv_heads, _ = k.shape
+    block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
+    q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
+    dense = score_blocks(operands.dense, batch, block_q, block_kv)
+    queries, keys, rows, scores = _query_blocks(block_q, block_kv, q_heads // kv_heads)
+    dq = pl.pallas_call(
+        functools.partial(
+            _dq_kernel,
+            dense=dense,
+            scale=operands.scale,
+            kv_seq=kv_seq,
+            precision=matmul_precision(q.dtype),
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), q.dtype),
+        grid_spec=pl.GridSpec(
+            grid=(batch, q_heads, q_blocks, kv_blocks),
+            in_specs=[scores(dense), queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
+            out_specs=queries(HEAD_DIM),
+            scratch_shapes=[pltpu.VMEM((HEAD_DIM, block_q), jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+        ),
+        interpret=interpret_params(),
+        name="attention_dq",
+    )(
+        dense.array,
+        _columns(q),
+        _columns(k),
+        _columns(v),
+        _columns(dout),
+        pad_rows(lse, q_blocks * block_q, BLIND),
+        pad_rows(delta, q_blocks * block_q, 0.0),
+    )
+    return dq.reshape(q.shape)
+
+
+def _dq_kernel(
+    dense_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref, acc_ref, *, dense, scale, kv_seq, precision
+):
+    """One step of one block of queries: one block of keys into the queries' gradient."""
+    kv_block = pl.program_id(3)
+
+    @pl.when(kv_block == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
+
+    def accumulate(partial):
+        k = k_ref[...]
+        s = dot(k, q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
+        p = jnp.exp2(s - lse_ref[...])
+        dp = dot(v_ref[...], dout_ref[...], (1, 1), precision)
+        ds = p * (dp - delta_ref[...])
+        ds = jnp.where(dense.tile(dense_ref), ds, 0.0)
+        if partial:
+            ds = jnp.where(_keep(kv_block, s.shape, kv_seq), ds, 0.0)
+            k = zero_tail(k, kv_block, kv_seq)
+        acc_ref[...] += dot(k, ds.astype(k.dtype), (0, 0), precision)
+
+    @pl.when(kv_block < kv_seq // k_ref.shape[0])
+    def _():
+        accumulate(partial=False)
+
+    if kv_seq % k_ref.shape[0]:
+
+        @pl.when(kv_block == kv_seq // k_ref.shape[0])
+        def _():
+            accumulate(partial=True)
+
+    @pl.when(kv_block == pl.num_programs(3) - 1)
+    def _():
+        dq_ref[...] = (acc_ref[...] * scale).T.astype(dq_ref.dtype)
+
+
+def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
+    batch, q_seq, q_heads, _ = q.shape
+    _, kv_seq, kv_heads, _ = k.shape
+    block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
+    q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
+    group = q_heads // kv_heads
+    dense = score_blocks(operands.dense, batch, block_q, block_kv)
+    queries, keys, rows, scores = _key_blocks(block_q, block_kv, group)
+    dk, dv = pl.pallas_call(
+        functools.partial(
+            _dkv_kernel,
+            dense=dense,
+            scale=operands.scale,
+            q_seq=q_seq,
+            precision=matmul_precision(q.dtype),
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), v.dtype),
+        ),
+        grid_spec=pl.GridSpec(
+            grid=(batch, kv_heads, kv_blocks, group, q_blocks),
+            in_specs=[scores(dense), queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
+            out_specs=(keys(HEAD_DIM), keys(HEAD_DIM)),
+            scratch_shapes=[
+                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
+                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+        ),
+        interpret=interpret_params(),
+        name="attention_dkv",
+    )(
+        dense.array,
+        _columns(q),
+        _columns(k),
+        _columns(v),
+        _columns(dout),
+        pad_rows(lse, q_blocks * block_q, BLIND),
+        pad_rows(delta, q_blocks * block_q, 0.0),
+    )
+    return dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def _dkv_kernel(
+    dense_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse_ref,
+    delta_ref,
+    dk_ref,
+    dv_ref,
+    dk_acc_ref,
+    dv_acc_ref,
+    *,
+    dense,
+    scale,
+    q_seq,
+    precision,
+):
+    """One step of one block of keys: one block of one head's queries into the gradients of keys and values."""
+    q_block = pl.program_id(4)
+
+    @pl.when((pl.program_id(3) == 0) & (q_block == 0))
+    def _():
+        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [block_kv, head_dim]
+        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [block_kv, head_dim]
+
+    def accumulate(partial):
+        q, dout = q_ref[...], dout_ref[...]
+        if partial:
+            # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
+            sees = column(lse_ref[...]) < BLIND  # [block_q, 1]
+            q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
+        s = dot(k_ref[...], q, (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
+        p = jnp.exp2(s - lse_ref[...])
+        p = jnp.where(dense.tile(dense_ref), p, 0.0)
+        dp = dot(v_ref[...], dout, (1, 1), precision)
+        ds = p * (dp - delta_ref[...])
+        dv_acc_ref[...] += dot(p.astype(dout.dtype), dout, (1, 0), precision)
+        dk_acc_ref[...] += dot(ds.astype(q.dtype), q, (1, 0), precision)
+
+    @pl.when(q_block < q_seq // q_ref.shape[0])
+    def _():
+        accumulate(partial=False)
+
+    if q_seq % q_ref.shape[0]:
+
+        @pl.when(q_block == q_seq // q_ref.shape[0])
+        def _():
+            accumulate(partial=True)
+
+    @pl.when((pl.program_id(3) == pl.num_programs(3) - 1) & (q_block == pl.num_programs(4) - 1))
+    def _():
+        dk_ref[...] = (dk_acc_ref[...] * scale).astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
+
+
+def _keep(kv_block, shape, kv_seq):
+    """Which scores of a block survive, [block_kv, block_q]: those of keys before the end."""
+    return kv_block * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0) < kv_seq
+
+
+def _query_blocks(block_q, block_kv, group):
+    """Block specs for the grid (batch, q_heads, q_blocks, steps): queries, keys, a value per query, scores."""
+
+    def queries(dim):
+        return pl.BlockSpec((None, block_q, dim), lambda b, h, i, step: (b, i, h))
+
+    def keys(dim):
+        def index(b, h, i, step):
+            return b, step, h // group
+
+        return pl.BlockSpec((None, block_kv, dim), index)
+
+    rows = pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, step: (b, h, 0, i))
+
+    def scores(blocks):
+        return blocks.spec(lambda b, h, i, step: (b, h, i, step))
+
+    return queries, keys, rows, scores
+
+
+def _key_blocks(block_q, block_kv, group):
+    """Block specs for the grid (batch, kv_heads, kv_blocks, group, steps), in the order of `_query_blocks`."""
+
+    def queries(dim):
+        def index(b, h, j, g, step):
+            return b, step, h * group + g
+
+        return pl.BlockSpec((None, block_q, dim), index)
+
+    def keys(dim):
+        return pl.BlockSpec((None, block_kv, dim), lambda b, h, j, g, step: (b, j, h))
+
+    def row_index(b, h, j, g, step):
+        return b, h * group + g, 0, step
+
+    rows = pl.BlockSpec((None, None, 1, block_q), row_index)
+
+    def scores(blocks):
+        return blocks.spec(lambda b, h, j, g, step: (b, h * group + g, step, j))
+
+    return queries, keys, rows, scores
+
+
+def _columns(x):
+    """[batch, seq, heads, dim] as [batch, seq, heads * dim]."""
+    return x.reshape(*x.shape[:2], -1)

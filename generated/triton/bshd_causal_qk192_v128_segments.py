@@ -1,0 +1,539 @@
+# Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
+# spec: triton/bshd_causal_qk192_v128_segments
+# digest: a037dfa5f6bc096c
+"""Causal attention within segments, arrays [batch, seq, heads, dim], head dims 192 and 128.
+
+Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
+arXiv:2307.08691): the forward keeps a running softmax over blocks of keys; the backward computes the scores again, once
+for the gradient of the queries and once for those of keys and values, without atomics.
+
+A token sees only tokens of its own id. The smallest and the largest id and position of each block say, before anything
+is loaded, which blocks a block sees some of and which it sees all of.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from eqx_attn._device import block_summary, dot_precision, triton_call, visited_ranges
+
+SPEC = "triton/bshd_causal_qk192_v128_segments"
+
+QK_DIM = tl.constexpr(192)
+QK_DIM_TILE = tl.constexpr(256)  # a tile's width is a power of two
+V_DIM = tl.constexpr(128)
+LOG2_E = tl.constexpr(math.log2(math.e))  # exp(x) = exp2(LOG2_E * x), and exp2 is one instruction
+LN_2 = tl.constexpr(math.log(2.0))
+
+
+@triton.jit
+def row_of(ptr, batch, head, row, seq, heads, dim: tl.constexpr):
+    """Where one row of one head begins."""
+    return ptr + ((batch * seq + row) * heads + head) * dim
+
+
+@triton.jit
+def sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks, upper):
+    """Whether some query of a block may see some key of another, from the extremes of their ids and positions."""
+    q_summary = q_summary_ptr + batch * 5 * q_blocks + q_block
+    kv_summary = kv_summary_ptr + batch * 5 * kv_blocks + kv_block
+    q_first_id, q_last_id = tl.load(q_summary + q_blocks), tl.load(q_summary + 2 * q_blocks)
+    kv_first_id, kv_last_id = tl.load(kv_summary + kv_blocks), tl.load(kv_summary + 2 * kv_blocks)
+    seen = (q_first_id <= kv_last_id) & (kv_first_id <= q_last_id)
+    seen &= tl.load(kv_summary + 3 * kv_blocks) - tl.load(q_summary + 4 * q_blocks) <= upper
+    return seen
+
+
+@triton.jit
+def accumulate(scores, v, acc, row_max, row_sum, scale, precision: tl.constexpr):
+    """One block of keys into each row's running softmax, in base 2."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    # A row that has seen no key yet has maximum -inf, and -inf - -inf is no number.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - shift[:, None])  # [block_q, block_kv]
+    correction = tl.exp2(row_max - shift)
+    row_sum = row_sum * correction + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision=precision)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_ids_ptr,
+    kv_ids_ptr,
+    q_positions_ptr,
+    kv_positions_ptr,
+    q_summary_ptr,
+    kv_summary_ptr,
+    visit_ptr,
+    scale,
+    upper,
+    q_seq,
+    kv_seq,
+    q_heads,
+    kv_heads,
+    out_ptr,
+    lse_ptr,
+    block_q: tl.constexpr,
+    block_kv: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Output and lse of one block of queries of one head."""
+    q_blocks = tl.cdiv(q_seq, block_q)
+    kv_blocks = tl.cdiv(kv_seq, block_kv)
+    program = tl.program_id(0)
+    q_block = q_blocks - 1 - program % q_blocks  # later blocks see more keys: the longest start first
+    head = program // q_blocks % q_heads
+    batch = (program // q_blocks // q_heads).to(tl.int64)
+    kv_head = head // (q_heads // kv_heads)
+
+    q_start = q_block * block_q
+    q_offsets = tl.arange(0, block_q)
+    kv_offsets = tl.arange(0, block_kv)
+    qk_dims = tl.arange(0, QK_DIM_TILE)
+    real_qk_dims = (qk_dims < QK_DIM)[None, :]
+    v_dims = tl.arange(0, V_DIM)
+    q_tile = q_offsets[:, None] * (q_heads * QK_DIM) + qk_dims[None, :]
+    out_tile = q_offsets[:, None] * (q_heads * V_DIM) + v_dims[None, :]
+    k_tile = kv_offsets[:, None] * (kv_heads * QK_DIM) + qk_dims[None, :]
+    v_tile = kv_offsets[:, None] * (kv_heads * V_DIM) + v_dims[None, :]
+    rows = q_start + q_offsets
+    in_rows = (rows < q_seq)[:, None]
+    q_rows = row_of(q_ptr, batch, head, q_start, q_seq, q_heads, QK_DIM)
+    q = tl.load(q_rows + q_tile, mask=in_rows & real_qk_dims, other=0.0)  # [block_q, QK_DIM_TILE]
+    q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
+    q_positions = tl.load(q_positions_ptr + batch * q_seq + rows, mask=rows < q_seq, other=0)
+
+    scale = scale * LOG2_E
+    acc = tl.zeros([block_q, V_DIM], tl.float32)
+    row_max = tl.full([block_q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([block_q], tl.float32)
+
+    # Some row may see some key of [first, last); every row sees every key of [whole_first, whole_last).
+    visit = visit_ptr + (batch * q_blocks + q_block) * 4
+    first, whole_first = tl.load(visit) * block_kv, tl.load(visit + 1) * block_kv
+    whole_last, last = tl.load(visit + 2) * block_kv, tl.load(visit + 3) * block_kv
+    for start in range(whole_first, whole_last, block_kv):
+        k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, QK_DIM)
+        v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, V_DIM)
+        k = tl.load(k_rows + k_tile, mask=real_qk_dims, other=0.0)  # [block_kv, QK_DIM_TILE]
+        v = tl.load(v_rows + v_tile)  # [block_kv, V_DIM]
+        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+        acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
+
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_kv)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_kv)
+    for block in range(0, near + far):
+        start = tl.where(block < near, first + block * block_kv, far_first + (block - near) * block_kv)
+        kv_block = start // block_kv
+        if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks, upper):
+            columns = start + kv_offsets
+            kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
+            inside = (kv_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
+            k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, QK_DIM)
+            v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, V_DIM)
+            k = tl.load(k_rows + k_tile, mask=inside & real_qk_dims, other=0.0)  # [block_kv, QK_DIM_TILE]
+            v = tl.load(v_rows + v_tile, mask=inside, other=0.0)  # [block_kv, V_DIM]
+            scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+            kv_positions = tl.load(kv_positions_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=0)
+            keep = q_ids[:, None] == kv_ids[None, :]
+            keep &= kv_positions[None, :] <= q_positions[:, None] + upper
+            scores = tl.where(keep, scores, float("-inf"))
+            acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
+
+    seen = row_sum > 0  # a row that saw no key gives 0, and lse -inf
+    row_sum = tl.where(seen, row_sum, 1.0)
+    lse = tl.where(seen, (row_max + tl.log2(row_sum)) * LN_2, float("-inf"))
+    out = acc / row_sum[:, None]
+    out_rows = row_of(out_ptr, batch, head, q_start, q_seq, q_heads, V_DIM)
+    tl.store(out_rows + out_tile, out.to(out_ptr.dtype.element_ty), mask=in_rows)
+    tl.store(lse_ptr + (batch * q_heads + head) * q_seq + rows, lse, mask=rows < q_seq)
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    dout_ptr,
+    dlse_ptr,
+    q_ids_ptr,
+    kv_ids_ptr,
+    q_positions_ptr,
+    kv_positions_ptr,
+    q_summary_ptr,
+    kv_summary_ptr,
+    visit_ptr,
+    scale,
+    upper,
+    q_seq,
+    kv_seq,
+    q_heads,
+    kv_heads,
+    dq_ptr,
+    delta_ptr,
+    block_q: tl.constexpr,
+    block_kv: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Gradient of one block of queries of one head, and the delta that `dkv_kernel` reads."""
+    q_blocks = tl.cdiv(q_seq, block_q)
+    kv_blocks = tl.cdiv(kv_seq, block_kv)
+    program = tl.program_id(0)
+    q_block = q_blocks - 1 - program % q_blocks  # later blocks see more keys: the longest start first
+    head = program // q_blocks % q_heads
+    batch = (program // q_blocks // q_heads).to(tl.int64)
+    kv_head = head // (q_heads // kv_heads)
+
+    q_start = q_block * block_q
+    q_offsets = tl.arange(0, block_q)
+    kv_offsets = tl.arange(0, block_kv)
+    qk_dims = tl.arange(0, QK_DIM_TILE)
+    real_qk_dims = (qk_dims < QK_DIM)[None, :]
+    v_dims = tl.arange(0, V_DIM)
+    q_tile = q_offsets[:, None] * (q_heads * QK_DIM) + qk_dims[None, :]
+    out_tile = q_offsets[:, None] * (q_heads * V_DIM) + v_dims[None, :]
+    k_tile = kv_offsets[:, None] * (kv_heads * QK_DIM) + qk_dims[None, :]
+    v_tile = kv_offsets[:, None] * (kv_heads * V_DIM) + v_dims[None, :]
+    rows = q_start + q_offsets
+    in_rows = (rows < q_seq)[:, None]
+    q_rows = row_of(q_ptr, batch, head, q_start, q_seq, q_heads, QK_DIM)
+    dq_rows = row_of(dq_ptr, batch, head, q_start, q_seq, q_heads, QK_DIM)
+    out_rows = row_of(out_ptr, batch, head, q_start, q_seq, q_heads, V_DIM)
+    dout_rows = row_of(dout_ptr, batch, head, q_start, q_seq, q_heads, V_DIM)
+    q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
+    q_positions = tl.load(q_positions_ptr + batch * q_seq + rows, mask=rows < q_seq, other=0)
+    real = (q_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
+    q = tl.load(q_rows + q_tile, mask=real & real_qk_dims, other=0.0)  # [block_q, QK_DIM_TILE]
+    out = tl.load(out_rows + out_tile, mask=in_rows, other=0.0)  # [block_q, V_DIM]
+    dout = tl.load(dout_rows + out_tile, mask=real, other=0.0)
+
+    lse_offset = (batch * q_heads + head) * q_seq + rows
+    lse = tl.load(lse_ptr + lse_offset, mask=rows < q_seq, other=float("-inf"))
+    dlse = tl.load(dlse_ptr + lse_offset, mask=rows < q_seq, other=0.0)
+    dead = lse == float("-inf")  # these rows saw no key: no gradient, whatever dlse holds
+    lse_2 = tl.where(dead, float("inf"), lse * LOG2_E)
+    delta = tl.where(dead, 0.0, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) - dlse)
+    tl.store(delta_ptr + lse_offset, delta, mask=rows < q_seq)
+    dout = dout.to(q.dtype)
+
+    scale_2 = scale * LOG2_E
+    dq = tl.zeros([block_q, QK_DIM_TILE], tl.float32)
+
+    # Some row may see some key of [first, last); every row sees every key of [whole_first, whole_last).
+    visit = visit_ptr + (batch * q_blocks + q_block) * 4
+    first, whole_first = tl.load(visit) * block_kv, tl.load(visit + 1) * block_kv
+    whole_last, last = tl.load(visit + 2) * block_kv, tl.load(visit + 3) * block_kv
+    for start in range(whole_first, whole_last, block_kv):
+        k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, QK_DIM)
+        v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, V_DIM)
+        k = tl.load(k_rows + k_tile, mask=real_qk_dims, other=0.0)  # [block_kv, QK_DIM_TILE]
+        v = tl.load(v_rows + v_tile)  # [block_kv, V_DIM]
+        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+        weights = tl.exp2(scores * scale_2 - lse_2[:, None])
+        dweights = tl.dot(dout, v.T, input_precision=precision)
+        dscores = weights * (dweights - delta[:, None])
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
+
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_kv)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_kv)
+    for block in range(0, near + far):
+        start = tl.where(block < near, first + block * block_kv, far_first + (block - near) * block_kv)
+        kv_block = start // block_kv
+        if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks, upper):
+            columns = start + kv_offsets
+            kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
+            inside = (kv_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
+            k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, QK_DIM)
+            v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, V_DIM)
+            k = tl.load(k_rows + k_tile, mask=inside & real_qk_dims, other=0.0)  # [block_kv, QK_DIM_TILE]
+            v = tl.load(v_rows + v_tile, mask=inside, other=0.0)  # [block_kv, V_DIM]
+            scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+            weights = tl.exp2(scores * scale_2 - lse_2[:, None])
+            kv_positions = tl.load(kv_positions_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=0)
+            keep = q_ids[:, None] == kv_ids[None, :]
+            keep &= kv_positions[None, :] <= q_positions[:, None] + upper
+            weights = tl.where(keep, weights, 0.0)
+            dweights = tl.dot(dout, v.T, input_precision=precision)
+            dscores = weights * (dweights - delta[:, None])
+            dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
+
+    tl.store(dq_rows + q_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows & real_qk_dims)
+
+
+@triton.jit
+def dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    dout_ptr,
+    delta_ptr,
+    q_ids_ptr,
+    kv_ids_ptr,
+    q_positions_ptr,
+    kv_positions_ptr,
+    q_summary_ptr,
+    kv_summary_ptr,
+    visit_ptr,
+    scale,
+    upper,
+    q_seq,
+    kv_seq,
+    q_heads,
+    kv_heads,
+    dk_ptr,
+    dv_ptr,
+    block_q: tl.constexpr,
+    block_kv: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Gradients of one block of keys and values, summed over the query heads that share their head."""
+    q_blocks = tl.cdiv(q_seq, block_q)
+    kv_blocks = tl.cdiv(kv_seq, block_kv)
+    program = tl.program_id(0)
+    kv_block = program % kv_blocks
+    kv_head = program // kv_blocks % kv_heads
+    batch = (program // kv_blocks // kv_heads).to(tl.int64)
+    group = q_heads // kv_heads
+
+    kv_start = kv_block * block_kv
+    q_offsets = tl.arange(0, block_q)
+    kv_offsets = tl.arange(0, block_kv)
+    qk_dims = tl.arange(0, QK_DIM_TILE)
+    real_qk_dims = (qk_dims < QK_DIM)[None, :]
+    v_dims = tl.arange(0, V_DIM)
+    q_tile = q_offsets[:, None] * (q_heads * QK_DIM) + qk_dims[None, :]
+    out_tile = q_offsets[:, None] * (q_heads * V_DIM) + v_dims[None, :]
+    k_tile = kv_offsets[:, None] * (kv_heads * QK_DIM) + qk_dims[None, :]
+    v_tile = kv_offsets[:, None] * (kv_heads * V_DIM) + v_dims[None, :]
+    columns = kv_start + kv_offsets
+    in_columns = (columns < kv_seq)[:, None]
+    k_rows = row_of(k_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, QK_DIM)
+    v_rows = row_of(v_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, V_DIM)
+    dk_rows = row_of(dk_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, QK_DIM)
+    dv_rows = row_of(dv_ptr, batch, kv_head, kv_start, kv_seq, kv_heads, V_DIM)
+    kv_ids = tl.load(kv_ids_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=-2)
+    real = (kv_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
+    kv_positions = tl.load(kv_positions_ptr + batch * kv_seq + columns, mask=columns < kv_seq, other=0)
+    k = tl.load(k_rows + k_tile, mask=real & real_qk_dims, other=0.0)  # [block_kv, QK_DIM_TILE]
+    # Some row of [first, last) may see some of these keys, and every row of [whole_first, whole_last) sees all of them.
+    visit = visit_ptr + (batch * kv_blocks + kv_block) * 4
+    first, whole_first = tl.load(visit) * block_q, tl.load(visit + 1) * block_q
+    whole_last, last = tl.load(visit + 2) * block_q, tl.load(visit + 3) * block_q
+    # The blocks that need a mask lie on both sides of those.
+    near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_q)
+    far_first = tl.maximum(whole_first, whole_last)
+    far = tl.cdiv(tl.maximum(last - far_first, 0), block_q)
+
+    # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted,
+    # which costs no register. Hoisting the loops' invariants would, so that is off.
+    scale_2, inverse_scale = scale * LOG2_E, 1.0 / scale
+    dv = tl.zeros([block_kv, V_DIM], tl.float32)
+    for head in range(kv_head * group, kv_head * group + group):
+        row_of_head = (batch * q_heads + head) * q_seq
+        for start in tl.range(whole_first, whole_last, block_q, disable_licm=True):
+            rows = start + q_offsets
+            q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, QK_DIM)
+            dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, V_DIM)
+            q = tl.load(q_rows + q_tile, mask=real_qk_dims, other=0.0)  # [block_q, QK_DIM_TILE]
+            dout = tl.load(dout_rows + out_tile)  # [block_q, V_DIM]
+            dout = dout.to(q.dtype)
+            lse = tl.load(lse_ptr + row_of_head + rows)
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
+
+        for block in tl.range(0, near + far, disable_licm=True):
+            start = tl.where(block < near, first + block * block_q, far_first + (block - near) * block_q)
+            q_block = start // block_q
+            if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks, upper):
+                rows = start + q_offsets
+                q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
+                inside = (q_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
+                q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, QK_DIM)
+                dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, V_DIM)
+                q = tl.load(q_rows + q_tile, mask=inside & real_qk_dims, other=0.0)  # [block_q, QK_DIM_TILE]
+                dout = tl.load(dout_rows + out_tile, mask=inside, other=0.0)  # [block_q, V_DIM]
+                dout = dout.to(q.dtype)
+                lse = tl.load(lse_ptr + row_of_head + rows, mask=q_ids > 0, other=float("-inf"))
+                shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+                scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+                scores = tl.dot(k, q.T, scores, input_precision=precision)
+                weights = tl.exp2(scores * scale_2)
+                q_positions = tl.load(q_positions_ptr + batch * q_seq + rows, mask=rows < q_seq, other=0)
+                keep = q_ids[None, :] == kv_ids[:, None]
+                keep &= kv_positions[:, None] <= q_positions[None, :] + upper
+                weights = tl.where(keep, weights, 0.0)
+                dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
+
+    tl.store(dv_rows + v_tile, dv.to(dv_ptr.dtype.element_ty), mask=in_columns)
+
+    # A second sweep for dk: both at once would not fit the registers.
+    v = tl.load(v_rows + v_tile, mask=real, other=0.0)  # [block_kv, V_DIM]
+    dk = tl.zeros([block_kv, QK_DIM_TILE], tl.float32)
+    for head in range(kv_head * group, kv_head * group + group):
+        row_of_head = (batch * q_heads + head) * q_seq
+        for start in tl.range(whole_first, whole_last, block_q, disable_licm=True):
+            rows = start + q_offsets
+            q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, QK_DIM)
+            dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, V_DIM)
+            q = tl.load(q_rows + q_tile, mask=real_qk_dims, other=0.0)  # [block_q, QK_DIM_TILE]
+            dout = tl.load(dout_rows + out_tile)  # [block_q, V_DIM]
+            dout = dout.to(q.dtype)
+            lse = tl.load(lse_ptr + row_of_head + rows)
+            delta = tl.load(delta_ptr + row_of_head + rows)
+            shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+            scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+            scores = tl.dot(k, q.T, scores, input_precision=precision)
+            weights = tl.exp2(scores * scale_2)
+            dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+            dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+            dscores = weights * dweights
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
+
+        for block in tl.range(0, near + far, disable_licm=True):
+            start = tl.where(block < near, first + block * block_q, far_first + (block - near) * block_q)
+            q_block = start // block_q
+            if sees(q_summary_ptr, kv_summary_ptr, batch, q_block, kv_block, q_blocks, kv_blocks, upper):
+                rows = start + q_offsets
+                q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
+                inside = (q_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
+                q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, QK_DIM)
+                dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, V_DIM)
+                q = tl.load(q_rows + q_tile, mask=inside & real_qk_dims, other=0.0)  # [block_q, QK_DIM_TILE]
+                dout = tl.load(dout_rows + out_tile, mask=inside, other=0.0)  # [block_q, V_DIM]
+                dout = dout.to(q.dtype)
+                lse = tl.load(lse_ptr + row_of_head + rows, mask=q_ids > 0, other=float("-inf"))
+                delta = tl.load(delta_ptr + row_of_head + rows, mask=q_ids > 0, other=0.0)
+                shift = tl.where(lse == float("-inf"), float("-inf"), -lse * inverse_scale)
+                scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
+                scores = tl.dot(k, q.T, scores, input_precision=precision)
+                weights = tl.exp2(scores * scale_2)
+                q_positions = tl.load(q_positions_ptr + batch * q_seq + rows, mask=rows < q_seq, other=0)
+                keep = q_ids[None, :] == kv_ids[:, None]
+                keep &= kv_positions[:, None] <= q_positions[None, :] + upper
+                weights = tl.where(keep, weights, 0.0)
+                dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
+                dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
+                dscores = weights * dweights
+                dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
+
+    tl.store(dk_rows + k_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_columns & real_qk_dims)
+
+
+def forward(q, k, v, operands, tiles):
+    """Output in the shape of q with the head dim of v, and lse [batch, q_heads, q_seq] in float32."""
+    batch, q_seq, q_heads, _ = q.shape
+    kv_seq, kv_heads = k.shape[1:3]
+    tile = tiles.forward
+    segments = operands.segments
+    metadata = (segments.q_ids, segments.kv_ids, segments.q_positions, segments.kv_positions)
+    summaries = (
+        block_summary(segments.q_ids, segments.q_positions, tile.block_q),
+        block_summary(segments.kv_ids, segments.kv_positions, tile.block_kv),
+    )
+    out_shape = (batch, q_seq, q_heads, 128)
+    return triton_call(
+        forward_kernel,
+        q,
+        k,
+        v,
+        *metadata,
+        *summaries,
+        visited_ranges(*summaries, None, operands.upper, of="q"),
+        operands.scale,
+        operands.upper,
+        q_seq,
+        kv_seq,
+        q_heads,
+        kv_heads,
+        outputs=(
+            jax.ShapeDtypeStruct(out_shape, operands.out_dtype or q.dtype),
+            jax.ShapeDtypeStruct((batch, q_heads, q_seq), jnp.float32),
+        ),
+        grid=(triton.cdiv(q_seq, tile.block_q) * q_heads * batch,),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        constants=dict(block_q=tile.block_q, block_kv=tile.block_kv, precision=dot_precision()),
+    )
+
+
+def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
+    """Gradients of q, k and v, each in its array's shape and dtype."""
+    batch, q_seq, q_heads, _ = q.shape
+    kv_seq, kv_heads = k.shape[1:3]
+    tile = tiles.dq
+    segments = operands.segments
+    metadata = (segments.q_ids, segments.kv_ids, segments.q_positions, segments.kv_positions)
+    summaries = (
+        block_summary(segments.q_ids, segments.q_positions, tile.block_q),
+        block_summary(segments.kv_ids, segments.kv_positions, tile.block_kv),
+    )
+    dq, delta = triton_call(
+        dq_kernel,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout,
+        dlse,
+        *metadata,
+        *summaries,
+        visited_ranges(*summaries, None, operands.upper, of="q"),
+        operands.scale,
+        operands.upper,
+        q_seq,
+        kv_seq,
+        q_heads,
+        kv_heads,
+        outputs=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
+        grid=(triton.cdiv(q_seq, tile.block_q) * q_heads * batch,),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        constants=dict(block_q=tile.block_q, block_kv=tile.block_kv, precision=dot_precision()),
+    )
+    tile = tiles.dkv
+    summaries = (
+        block_summary(segments.q_ids, segments.q_positions, tile.block_q),
+        block_summary(segments.kv_ids, segments.kv_positions, tile.block_kv),
+    )
+    dk, dv = triton_call(
+        dkv_kernel,
+        q,
+        k,
+        v,
+        lse,
+        dout,
+        delta,
+        *metadata,
+        *summaries,
+        visited_ranges(*summaries, None, operands.upper, of="kv"),
+        operands.scale,
+        operands.upper,
+        q_seq,
+        kv_seq,
+        q_heads,
+        kv_heads,
+        outputs=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        grid=(triton.cdiv(kv_seq, tile.block_kv) * kv_heads * batch,),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        constants=dict(block_q=tile.block_q, block_kv=tile.block_kv, precision=dot_precision()),
+    )
+    return dq, dk, dv
