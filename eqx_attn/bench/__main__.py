@@ -13,9 +13,11 @@ against the dense oracle (--verify), or times a training step against equinox's 
 
 Times are busy times of the GPU from JAX's profiler, medians over repeats in which all implementations take turns; the
 backward is the time of both directions less that of the forward. TFLOP/s count visible scores only: 4 operations
-per score and channel of the head forward, 10 backward.
+per score and channel of the head forward, 10 backward. The group "features" times each feature alone; its cost is our time
+over that of our dense causal kernel, which takes turns in the same traces.
 
   python -m eqx_attn.bench --cases hd128_causal_4k,window_16k --output results.json --plot results.png
+  python -m eqx_attn.bench --cases features --peers cudnn --plot features.png
   python -m eqx_attn.bench --verify 'triton/*causal*' --record
   python -m eqx_attn.bench --train-step --output step.json
 
@@ -50,7 +52,7 @@ def _list() -> int:
     for group, cases in GROUPS.items():
         print(f"{group}:")
         for name, case in cases.items():
-            print(f"  {name:20} {case}")
+            print(f"  {name:16} {case}")
     return 0
 
 
@@ -75,7 +77,7 @@ def _time(options: argparse.Namespace) -> int:
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'eqx_attn[bench]'")
     results = _run.run(cases, peers, options.repeats, options.commit)
-    _run.save(results, options.output or _default_output("attention", results["device"]))
+    _run.save(results, options.output or _default_output(_what(options), results["device"]))
     _print(_run.table(results))
     if options.plot:
         from ._plot import plot
@@ -83,6 +85,10 @@ def _time(options: argparse.Namespace) -> int:
         plot(results, options.plot)
     missing = [row for row in results["rows"] if row["implementation"] == OURS and row["milliseconds"] is None]
     return 1 if missing else 0
+
+
+def _what(options: argparse.Namespace) -> str:
+    return "features" if options.cases == "features" else "attention"
 
 
 def _train_step(options: argparse.Namespace) -> int:
