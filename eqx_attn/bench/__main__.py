@@ -63,14 +63,14 @@ def _time(options: argparse.Namespace) -> int:
     import jax
 
     from . import _run
-    from ._cases import select, SMOKE
+    from ._cases import FEATURES, select, SMOKE
     from ._implementations import OURS, PEERS
 
     cases = select(options.cases)
     on_gpu = jax.default_backend() == "gpu"
     if not on_gpu and not set(cases) <= set(SMOKE):
         raise ValueError(f"JAX finds no GPU here, only {jax.default_backend()!r}; --cases smoke runs on any device")
-    default = "cudnn,xla" if on_gpu else "xla"
+    default = "xla" if not on_gpu else "cudnn" if set(cases) <= set(FEATURES) else "cudnn,xla"
     peers = tuple(filter(None, (default if options.peers is None else options.peers).split(",")))
     if unknown := [peer for peer in peers if peer not in PEERS]:
         raise ValueError(f"--peers {unknown[0]} is unknown; known are {', '.join(PEERS)}")
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cases", default="triton", metavar="NAME[,NAME]", help="cases, patterns or groups (default: %(default)s)"
     )
     timing.add_argument(
-        "--peers", metavar="NAME[,NAME]", help="cudnn and xla (default: both, on a CPU xla; '' for none)"
+        "--peers", metavar="NAME[,NAME]", help="cudnn and xla (default: both, for features cudnn, on a CPU xla; '' for none)"
     )
     timing.add_argument("--repeats", type=_positive, default=5, metavar="N", help="repeats (default: %(default)s)")
     timing.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart (PNG)")
