@@ -147,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
         "--cases", default="triton", metavar="NAME[,NAME]", help="cases, patterns or groups (default: %(default)s)"
     )
     timing.add_argument(
-        "--peers", metavar="NAME[,NAME]", help="cudnn and xla (default: both, for features cudnn, on a CPU xla; '' for none)"
+        "--peers",
+        metavar="NAME[,NAME]",
+        help="cudnn and xla (default: both, for features cudnn, on a CPU xla; '' for none)",
     )
     timing.add_argument("--repeats", type=_positive, default=5, metavar="N", help="repeats (default: %(default)s)")
     timing.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart (PNG)")
