@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqx_attn
 from eqx_attn._codegen import KernelSpec
 from eqx_attn._context import interpret
 from eqx_attn.bench import __main__ as command, _environment, _implementations, _numerics, _profile, _run, _verify
-from eqx_attn.bench._cases import Case, CASES, select, SMOKE
+from eqx_attn.bench._case import BlockMap, blocks_of, Case
+from eqx_attn.bench._cases import baseline_of, CASES, FEATURES, select, SMOKE
 
 
 @pytest.fixture(autouse=True)
@@ -24,15 +26,41 @@ def _standard_promotion():
 
 @pytest.mark.parametrize("name", SMOKE)
 def test_masks_and_count_of_a_case_agree(name):
-    """The count of visible scores, the dense mask and our own mask say the same."""
+    """The count of visible scores, the dense mask and our own mask say the same; the peer gets the same call."""
     case = SMOKE[name]
-    dense = case.dense()
-    if dense is None:
-        dense = jnp.tril(jnp.ones((1, 1, case.seq, case.seq), bool))
-    assert int(jnp.sum(dense)) == case.visible()
-    q, k, v, _ = case.arrays()
-    ours, peer = (x.function(q, k, v, x.mask) for x in _implementations.implementations(case, ("xla",)))
-    assert _implementations.difference(ours, peer) < 1e-6
+    assert int(case.seen().sum()) == case.visible()
+    arrays, _ = case.arrays()
+    ours, *peers = (x.function(arrays, x.rest)[0][0] for x in _implementations.implementations(case, ("xla",)))
+    assert bool(peers) == (not _implementations.lacking(case))
+    dense = _implementations.ours(case).function(arrays, (jnp.asarray(case.seen()), case.ours()[1]))[0][0]
+    for other in (dense, *peers):
+        assert _implementations.difference(ours, other) < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name, case in FEATURES.items() if case.layout == "bshd"])
+def test_features_are_served_by_triton_and_blocks_counted_as_explained(name):
+    case = FEATURES[name]
+    arrays, _ = jax.eval_shape(case.arrays)
+    mask, dropout = case.ours()
+    report = eqx_attn.explain(
+        **arrays, mask=mask, dropout=dropout, softcap=case.softcap, return_max_logit=case.max_logit, device="sm_90a"
+    )
+    assert report.implementation == "triton"
+    forward = report.passes[0]
+    if forward.blocks.visited is not None:
+        found = blocks_of(case.seen(), forward.tile.block_q, forward.tile.block_kv).sum()
+        assert found * forward.blocks.examples == forward.blocks.visited
+
+
+def test_blocks_are_counted():
+    seen = np.zeros((5, 7), bool)
+    seen[4, 6] = seen[1, 2] = seen[0, 0] = True
+    assert blocks_of(seen, 2, 3).tolist() == [[True, False, False], [False, False, False], [False, False, True]]
+    assert FEATURES["dense_causal"].visited_blocks() == 32 * 33 // 2
+    assert FEATURES["documents_512"].visited_blocks() == 8 * 10
+    assert FEATURES["window_512"].visited_blocks() == 32 * 5 - 10
+    assert 0.45 < FEATURES["block_sparse"].visited_blocks() / 528 < 0.6
+    assert BlockMap(16).seen(96).diagonal().all()
 
 
 def test_flops():
@@ -73,17 +101,22 @@ def test_a_trace_without_a_gpu_gives_no_times():
 
 def test_rows_take_the_forward_off_and_compare_with_cudnn():
     case = SMOKE["smoke_causal"]
-    compiled = [_run._Compiled(_implementations.Implementation(name, abs, None)) for name in ("eqx_attn", "cudnn")]
+    compiled = [
+        _run._Compiled(_implementations.Implementation(name, abs, None)) for name in ("eqx_attn", "cudnn", "xla")
+    ]
+    compiled[2].error = "wrong"
     samples = {
         ("eqx_attn", "forward"): [1e-3, 2e-3, 3e-3],
         ("eqx_attn", "both"): [4e-3, 6e-3, 5e-3],
         ("cudnn", "forward"): [1e-3] * 3,
         ("cudnn", "both"): [7e-3] * 3,
+        ("xla", "forward"): [1e-3] * 3,
     }
     rows = {(row.implementation, row.direction): row for row in _run._rows("x", case, compiled, samples, True)}
     assert rows["eqx_attn", "backward"].milliseconds == pytest.approx(3.0)
     assert rows["eqx_attn", "forward"].ratio_to_cudnn == pytest.approx(0.5)
     assert rows["eqx_attn", "backward"].ratio_to_cudnn == pytest.approx(2.0)
+    assert rows["xla", "forward"].milliseconds is None and rows["xla", "forward"].note == "wrong"
     assert rows["cudnn", "forward"].tflops == pytest.approx(case.flops("forward") / 1e9)
 
 
@@ -98,6 +131,52 @@ def test_program_from_end_to_end(tmp_path, capsys):
     assert rows["cudnn", "forward"]["milliseconds"] is None and rows["cudnn", "forward"]["note"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "smoke_causal" in capsys.readouterr().out
+
+
+def test_costs_of_a_feature(tmp_path, capsys, monkeypatch):
+    """Every function forward takes 1 ms and both directions 3 ms, the baseline half of that: it comes last."""
+    times = lambda functions, counts: [1e-3, 3e-3] * (len(functions) // 2 - 1) + [5e-4, 1.5e-3]
+    monkeypatch.setattr(_run, "busy_times", times)
+    output, picture = tmp_path / "results.json", tmp_path / "results.png"
+    arguments = ["--cases", "smoke_options", "--repeats", "2", "--output", str(output), "--plot", str(picture)]
+    assert command.main(arguments) == 0
+    forward, backward = json.loads(output.read_text())["rows"]
+    assert forward["milliseconds"] == pytest.approx(1.0) and backward["milliseconds"] == pytest.approx(2.0)
+    assert forward["cost"] == backward["cost"] == pytest.approx(2.0)
+    assert 0 < forward["difference"] < 1e-6 and "no softcap" in forward["note"]
+    assert picture.read_bytes().startswith(b"\x89PNG") and "cost/blocks" in capsys.readouterr().out
+
+
+def test_proportion_is_the_cost_by_visited_blocks():
+    rows = [
+        _run.Row("x", direction, "eqx_attn", milliseconds=ms) for direction, ms in (("forward", 1), ("backward", 4))
+    ]
+    samples = {("baseline", "forward"): [4e-3], ("baseline", "both"): [12e-3]}
+    case = FEATURES["documents_512"]
+    baseline = baseline_of("documents_512")
+    assert baseline is not None
+    forward, backward = _run._with_costs(rows, case, baseline, samples)
+    assert forward.cost == pytest.approx(0.25) and backward.cost == pytest.approx(0.5)
+    assert backward.proportion == pytest.approx(0.5 * 528 / 80)
+
+
+@pytest.mark.parametrize("wrong", ["", "value", "bias", "sinks", "lse"])
+def test_check_finds_what_is_wrong(wrong):
+    """Only the first of two examples is compared, and a wrong gradient or result has no figure."""
+    case = SMOKE["smoke_options"]
+    ours = _implementations.ours(case)
+    forward, both = ours.forward(), ours.both()
+
+    def changed_forward(*arguments):
+        (out, lse), largest = forward(*arguments)
+        return (out.at[1:].set(jnp.nan), 1.01 * lse if wrong == "lse" else lse), largest
+
+    def changed_both(*arguments):
+        gradients, largest = both(*arguments)
+        return {name: 1.01 * x if name == wrong else x for name, x in gradients.items()}, largest
+
+    worst, fault = _implementations.check(case, changed_forward, changed_both)
+    assert (worst > 1e-3) == bool(wrong) and ("wrong" in fault) == bool(wrong)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ against the dense oracle (--verify), or times a training step against equinox's 
 
 Times are busy times of the GPU from JAX's profiler, medians over repeats in which all implementations take turns; the
 backward is the time of both directions less that of the forward. TFLOP/s count visible scores only: 4 operations
-per score and channel of the head forward, 10 backward.
+per score and channel of the head forward, 10 backward. The group "features" times each feature alone; its cost is our time
+over that of our dense causal kernel, which takes turns in the same traces.
 
   python -m eqx_attn.bench --cases hd128_causal_4k,window_16k --output results.json --plot results.png
+  python -m eqx_attn.bench --cases features --peers cudnn --plot features.png
   python -m eqx_attn.bench --verify 'triton/*causal*' --record
   python -m eqx_attn.bench --train-step --output step.json
 
@@ -50,7 +52,7 @@ def _list() -> int:
     for group, cases in GROUPS.items():
         print(f"{group}:")
         for name, case in cases.items():
-            print(f"  {name:20} {case}")
+            print(f"  {name:16} {case}")
     return 0
 
 
@@ -61,21 +63,21 @@ def _time(options: argparse.Namespace) -> int:
     import jax
 
     from . import _run
-    from ._cases import select, SMOKE
+    from ._cases import FEATURES, select, SMOKE
     from ._implementations import OURS, PEERS
 
     cases = select(options.cases)
     on_gpu = jax.default_backend() == "gpu"
     if not on_gpu and not set(cases) <= set(SMOKE):
         raise ValueError(f"JAX finds no GPU here, only {jax.default_backend()!r}; --cases smoke runs on any device")
-    default = "cudnn,xla" if on_gpu else "xla"
+    default = "xla" if not on_gpu else "cudnn" if set(cases) <= set(FEATURES) else "cudnn,xla"
     peers = tuple(filter(None, (default if options.peers is None else options.peers).split(",")))
     if unknown := [peer for peer in peers if peer not in PEERS]:
         raise ValueError(f"--peers {unknown[0]} is unknown; known are {', '.join(PEERS)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'eqx_attn[bench]'")
     results = _run.run(cases, peers, options.repeats, options.commit)
-    _run.save(results, options.output or _default_output("attention", results["device"]))
+    _run.save(results, options.output or _default_output(_what(options), results["device"]))
     _print(_run.table(results))
     if options.plot:
         from ._plot import plot
@@ -83,6 +85,10 @@ def _time(options: argparse.Namespace) -> int:
         plot(results, options.plot)
     missing = [row for row in results["rows"] if row["implementation"] == OURS and row["milliseconds"] is None]
     return 1 if missing else 0
+
+
+def _what(options: argparse.Namespace) -> str:
+    return "features" if options.cases == "features" else "attention"
 
 
 def _train_step(options: argparse.Namespace) -> int:
@@ -141,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
         "--cases", default="triton", metavar="NAME[,NAME]", help="cases, patterns or groups (default: %(default)s)"
     )
     timing.add_argument(
-        "--peers", metavar="NAME[,NAME]", help="cudnn and xla (default: both, on a CPU xla; '' for none)"
+        "--peers",
+        metavar="NAME[,NAME]",
+        help="cudnn and xla (default: both, for features cudnn, on a CPU xla; '' for none)",
     )
     timing.add_argument("--repeats", type=_positive, default=5, metavar="N", help="repeats (default: %(default)s)")
     timing.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart (PNG)")

@@ -1,82 +1,8 @@
-"""The named shapes that are timed, with the masks and the count of products that they need."""
+"""The named cases, in groups."""
 
-import dataclasses
 import fnmatch
-from typing import Literal
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array
-
-from .. import Causal, Full, Mask, Segments, SlidingWindow
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Self-attention of `[batch, seq, q_heads, head_dim]`.
-
-    `window` counts the keys that a query of a causal window sees, itself included. `documents` are the lengths of the
-    documents packed in each row.
-    """
-
-    batch: int
-    seq: int
-    q_heads: int
-    head_dim: int
-    kv_heads: int | None = None
-    mask: Literal["full", "causal"] = "causal"
-    window: int | None = None
-    documents: tuple[int, ...] = ()
-    dtype: str = "bfloat16"
-
-    def arrays(self) -> tuple[Array, Array, Array, Array]:
-        """Random query, key, value and cotangent of the output."""
-        keys = jax.random.split(jax.random.key(0), 4)
-        heads = (self.q_heads, self.kv_heads or self.q_heads, self.kv_heads or self.q_heads, self.q_heads)
-        q, k, v, dout = (
-            jax.random.normal(key, (self.batch, self.seq, count, self.head_dim), self.dtype)
-            for key, count in zip(keys, heads, strict=True)
-        )
-        return q, k, v, dout
-
-    def ours(self) -> Mask:
-        """The mask as eqx_attn takes it."""
-        if self.window is not None:
-            return SlidingWindow(self.window - 1, 0)
-        band = Causal() if self.mask == "causal" else Full()
-        if not self.documents:
-            return band
-        return band & Segments.from_lengths(jnp.array([self.documents], jnp.int32), self.seq)
-
-    def dense(self) -> Array | None:
-        """The mask as a boolean array `[1, 1, seq, seq]`, where `is_causal` alone does not say it."""
-        if self.window is None and not self.documents:
-            return None
-        rows = jnp.arange(self.seq)
-        seen = rows[None, :] <= rows[:, None] if self.mask == "causal" else jnp.ones((self.seq, self.seq), bool)
-        if self.window is not None:
-            seen &= rows[None, :] > rows[:, None] - self.window
-        if self.documents:
-            ids = jnp.repeat(jnp.arange(len(self.documents)), jnp.array(self.documents), total_repeat_length=self.seq)
-            seen &= ids[None, :] == ids[:, None]
-        return seen[None, None]
-
-    def visible(self) -> int:
-        """How many (query, key) pairs a head has in a row."""
-        if self.mask == "full":
-            return sum(length**2 for length in self.documents or (self.seq,))
-        window = self.window or self.seq
-        return sum(_causal_pairs(length, min(window, length)) for length in self.documents or (self.seq,))
-
-    def flops(self, direction: str) -> float:
-        """Two products forward, of 2 operations an element; five backward, so 2.5 times as many."""
-        forward = 4.0 * self.batch * self.q_heads * self.head_dim * self.visible()
-        return forward if direction == "forward" else 2.5 * forward
-
-
-def _causal_pairs(length: int, window: int) -> int:
-    return window * (window + 1) // 2 + (length - window) * window
-
+from ._case import BlockMap, Case
 
 # The shapes of the project's table of published kernels, so that figures can be compared with it.
 CASES = {
@@ -92,24 +18,56 @@ CASES = {
     "window_16k": Case(1, 16384, 16, 128, window=1024),
     "packed_16k": Case(1, 16384, 16, 128, documents=(512, 4096, 1024, 3000, 1096, 2560, 3072, 1024)),
 }
+# Each feature alone, on one shape.
+FEATURES = {
+    "dense_causal": Case(4, 4096, 16, 128),
+    "window_512": Case(4, 4096, 16, 128, window=512),
+    "documents_512": Case(4, 4096, 16, 128, documents=(512,) * 8),
+    "block_sparse": Case(4, 4096, 16, 128, blocks=BlockMap(128, 0.5)),
+    "prefix_lm_1024": Case(4, 4096, 16, 128, prefix=1024),
+    "chunked_1024": Case(4, 4096, 16, 128, chunk=1024),
+    "dilated_4": Case(4, 4096, 16, 128, dilation=4),
+    "softcap": Case(4, 4096, 16, 128, softcap=30.0),
+    "sinks": Case(4, 4096, 16, 128, sinks=True),
+    "dropout": Case(4, 4096, 16, 128, dropout=0.1),
+    "bias_heads": Case(4, 4096, 16, 128, bias="1hqk"),
+    "bias_keys": Case(4, 4096, 16, 128, bias="b11k"),
+    "return_lse": Case(4, 4096, 16, 128, lse=True),
+    "max_logit": Case(4, 4096, 16, 128, max_logit=True),
+    "qkv_fused": Case(4, 4096, 16, 128, layout="qkv"),
+    "gqa_4": Case(4, 4096, 16, 128, kv_heads=4),
+}
 # Small enough for a CPU: they show that the program works, not how fast anything is.
 SMOKE = {
     "smoke_causal": Case(1, 96, 4, 16, kv_heads=2, dtype="float32"),
     "smoke_window": Case(1, 96, 2, 16, window=20, dtype="float32"),
     "smoke_packed": Case(1, 96, 2, 16, documents=(30, 50, 16), dtype="float32"),
+    "smoke_masks": Case(2, 96, 2, 16, blocks=BlockMap(16), chunk=48, dilation=2, layout="qkv", dtype="float32"),
+    "smoke_prefix": Case(1, 96, 2, 16, prefix=20, lse=True, dtype="float32"),
+    "smoke_bias": Case(2, 96, 2, 16, bias="b11k", dtype="float32"),
+    "smoke_options": Case(
+        2, 96, 2, 16, bias="1hqk", sinks=True, softcap=2.0, dropout=0.1, lse=True, max_logit=True, dtype="float32"
+    ),
 }
-GROUPS = {"triton": CASES, "smoke": SMOKE}
+GROUPS = {"triton": CASES, "features": FEATURES, "smoke": SMOKE}
+_KNOWN = {name: case for group in GROUPS.values() for name, case in group.items()}
+
+
+def baseline_of(name: str) -> Case | None:
+    """The case that a case's cost is told against: our dense causal kernel, where the case is a feature."""
+    if name in ("smoke_masks", "smoke_options"):
+        return SMOKE["smoke_causal"]
+    return FEATURES["dense_causal"] if name in FEATURES else None
 
 
 def select(names: str) -> dict[str, Case]:
     """The cases of a comma-separated list of names, shell patterns and groups. Raises ValueError for an unknown one."""
-    known = {**CASES, **SMOKE}
     found: dict[str, Case] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
-        matching = GROUPS.get(name) or {key: known[key] for key in fnmatch.filter(known, name)}
+        matching = GROUPS.get(name) or {key: _KNOWN[key] for key in fnmatch.filter(_KNOWN, name)}
         if not matching:
             raise ValueError(
-                f"--cases {name} is unknown; there are the groups {', '.join(GROUPS)} and {', '.join(known)}"
+                f"--cases {name} is unknown; there are the groups {', '.join(GROUPS)} and {', '.join(_KNOWN)}"
             )
         found |= matching
     if not found:
