@@ -344,7 +344,7 @@ def test_case_23_the_kernel_chosen_for_a_device_has_the_mask(device, random_key)
         pytest.importorskip("triton")
     with eqx_attn.target(device):
         request, plan = prepare(sizes_of(*small(random_key, 20, 30).arrays, "bshd"), "bshd", Options(CASE_23))
-        spec = eqx_attn._resolve.resolve(request, None).default.spec
+        spec = dict(eqx_attn._resolve.resolve(request, None).routes)["cuda" if device == "sm_90a" else "tpu"].spec
     operands = operands_for(plan, 0.25)
     assert (spec.mask, spec.segments, operands.lower, operands.upper) == ("window", True, -4, 2)
     assert operands.segments.q_ids.shape == (1, 20)
