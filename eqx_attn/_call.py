@@ -28,7 +28,7 @@ class Call:
     layout: str
     default: Route
     routes: tuple[tuple[str, Route], ...] = ()
-    context: CallContext = CallContext(None, False)
+    context: CallContext = CallContext((), False)
 
 
 @dataclasses.dataclass(frozen=True)

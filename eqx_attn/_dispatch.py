@@ -4,6 +4,7 @@
 nobody uses. A primitive whose lowering rule depends on the platform costs nothing until it is lowered.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -11,13 +12,15 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import AbstractDevice, get_abstract_mesh, use_abstract_mesh
 
 from ._call import Call
+from ._context import current_target, resume, TPU_TARGETS
 
 
 def by_platform(call: Call, function: Callable, *arguments):
     """`function(call, route, *arguments)` with the route of the platform that is lowered for."""
-    if not call.routes:
+    if not call.routes and not current_target("tpu"):
         return function(call, call.default, *arguments)
     leaves, structure = jax.tree.flatten(arguments)
     results = _attention.bind(*leaves, call=call, function=function, structure=structure)
@@ -60,8 +63,39 @@ def _route(platform, *leaves, call, function, structure):
     return jax.tree.leaves(function(call, route, *jax.tree.unflatten(structure, leaves)))
 
 
-mlir.register_lowering(_attention, mlir.lower_fun(functools.partial(_route, None), multiple_results=True))
+def _lower(platform, context, *leaves, **parameters):
+    function = mlir.lower_fun(functools.partial(_route, platform), multiple_results=True)
+    call: Call = parameters["call"]
+    if platform == "tpu" and "tpu" in dict(call.routes):
+        _check_tpu(call)
+    with _device_of(call):
+        return function(context, *leaves, **parameters)
+
+
+def _check_tpu(call: Call) -> None:
+    """Raises ValueError where nothing says which TPU is lowered for."""
+    with resume(call.context):
+        named = current_target("tpu") or get_abstract_mesh().abstract_device
+    if not named and jax.default_backend() != "tpu":
+        raise ValueError(
+            "eqx_attn.attention is being lowered for a TPU and there is none here: name one with `with "
+            'eqx_attn.target("v6e"):`, and also a GPU where you lower for both, `eqx_attn.target("sm_90a", "v6e")`'
+        )
+
+
+@contextlib.contextmanager
+def _device_of(call: Call):
+    """Pallas asks JAX for the TPU that it lowers for: the target of the call, if there is one."""
+    with resume(call.context):
+        name = current_target("tpu")
+    if name is None:
+        yield
+        return
+    device = AbstractDevice(*TPU_TARGETS[name], "tpu")
+    with use_abstract_mesh(get_abstract_mesh().update(abstract_device=device)):
+        yield
+
+
+mlir.register_lowering(_attention, functools.partial(_lower, None))
 for _platform in ("cuda", "tpu"):
-    mlir.register_lowering(
-        _attention, mlir.lower_fun(functools.partial(_route, _platform), multiple_results=True), platform=_platform
-    )
+    mlir.register_lowering(_attention, functools.partial(_lower, _platform), platform=_platform)

@@ -20,7 +20,7 @@ from ._kernels import is_checked_in
 from ._masks import as_mask, Full
 from ._operands import SegmentOperands, Tile
 from ._plan import UNBOUNDED
-from ._resolve import absence, current_platform, IMPLEMENTATIONS, reasons_against, resolve
+from ._resolve import absence, current_platforms, IMPLEMENTATIONS, reasons_against, resolve
 from ._serve import operands_for, Options, prepare, sizes_of
 from ._validate import check_arrays, check_scale
 
@@ -168,7 +168,7 @@ def _explain(query, key, value, mask, layout, options: Options) -> Explanation:
     route = None
     if not against.get(implementation or ""):  # resolve knows what to say of a name that is unknown
         call = resolve(request, implementation, warn=False)
-        route = dict(call.routes).get(current_platform(), call.default)
+        route = dict(call.routes).get(current_platforms()[0], call.default)
     chosen = None if route is None else route.implementation
     others = {name: tuple(reasons) or (_ALSO[name],) for name, reasons in against.items() if name != chosen}
     spec = None if route is None else route.spec
@@ -294,7 +294,11 @@ _OPTION_WORDS = dict(
 
 def _device_words() -> str:
     context = current_context()
-    name = f"{context.target} (lowered for it)" if context.target else f"{jax.default_backend()} (the default backend)"
+    name = (
+        f"{context.targets[0]} (lowered for it)"
+        if context.targets
+        else f"{jax.default_backend()} (the default backend)"
+    )
     return name + (", interpreted on the CPU" if context.interpreting else "")
 
 

@@ -76,11 +76,11 @@ class Segments(Mask):
     Leading axes broadcast against the batch axes of query and key.
     """
 
-    q_ids: Integer[Array, "*batch q_seq"]
-    kv_ids: Integer[Array, "*batch kv_seq"]
-    q_positions: Integer[Array, "*batch q_seq"]
-    kv_positions: Integer[Array, "*batch kv_seq"]
-    explicit_positions: bool = eqx.field(static=True)
+    # Only what was given, so that a mask is made at once; the rest follows when a call asks for it.
+    _queries: "Integer[Array, '*batch q_seq'] | _Lengths"
+    _keys: "Integer[Array, '*batch kv_seq'] | _Lengths | None"
+    _q_positions: Integer[Array, "*batch q_seq"] | None
+    _kv_positions: Integer[Array, "*batch kv_seq"] | None
 
     def __init__(self, q_ids, kv_ids=None, q_positions=None, kv_positions=None):
         self_attention = kv_ids is None
@@ -91,17 +91,10 @@ class Segments(Mask):
         if not self_attention and (q_positions is None) != (kv_positions is None):
             missing = "q_positions" if q_positions is None else "kv_positions"
             raise ValueError(f"Segments got positions for one side only: give {missing} too, or neither")
-        self.q_ids = _integers("q_ids", q_ids)
-        self.kv_ids = self.q_ids if self_attention else _integers("kv_ids", kv_ids)
-        self.explicit_positions = q_positions is not None
-        if q_positions is None:
-            self.q_positions = ranks_within_ids(self.q_ids)
-            self.kv_positions = self.q_positions if self_attention else ranks_within_ids(self.kv_ids)
-        else:
-            self.q_positions = _positions("q_positions", q_positions, "q_ids", self.q_ids)
-            self.kv_positions = (
-                self.q_positions if self_attention else _positions("kv_positions", kv_positions, "kv_ids", self.kv_ids)
-            )
+        self._queries = _ids_or_lengths("q_ids", q_ids)
+        self._keys = None if self_attention else _ids_or_lengths("kv_ids", kv_ids)
+        self._q_positions = _positions("q_positions", q_positions, "q_ids", self._queries)
+        self._kv_positions = _positions("kv_positions", kv_positions, "kv_ids", self._keys)
 
     @classmethod
     def from_lengths(cls, q_lengths, q_seq: int, kv_lengths=None, kv_seq: int | None = None) -> "Segments":
@@ -109,12 +102,51 @@ class Segments(Mask):
 
         `q_seq` and `kv_seq` are the lengths of the rows; lengths of 0 are allowed. Keys default to the queries' lengths.
         """
-        q_ids = ids_from_lengths(_integers("q_lengths", q_lengths), q_seq)
+        queries = _Lengths(_integers("q_lengths", q_lengths), q_seq)
         if kv_lengths is None and kv_seq is None:
-            return cls(q_ids)
+            return cls(queries)
         if kv_lengths is None or kv_seq is None:
             raise ValueError("Segments.from_lengths takes kv_lengths and kv_seq together: give both, or neither")
-        return cls(q_ids, ids_from_lengths(_integers("kv_lengths", kv_lengths), kv_seq))
+        return cls(queries, _Lengths(_integers("kv_lengths", kv_lengths), kv_seq))
+
+    @property
+    def explicit_positions(self) -> bool:
+        """Whether positions were given."""
+        return self._q_positions is not None
+
+    @property
+    def q_ids(self) -> Integer[Array, "*batch q_seq"]:
+        """The segment of each query."""
+        return _ids_of(self._queries)
+
+    @property
+    def kv_ids(self) -> Integer[Array, "*batch kv_seq"]:
+        """The segment of each key."""
+        return self.q_ids if self._keys is None else _ids_of(self._keys)
+
+    @property
+    def q_positions(self) -> Integer[Array, "*batch q_seq"]:
+        """Given, or ranks within the ids, which each access computes."""
+        return self.positions()[0]
+
+    @property
+    def kv_positions(self) -> Integer[Array, "*batch kv_seq"]:
+        """Given, or ranks within the ids, which each access computes."""
+        return self.positions()[1]
+
+    def positions(self) -> "tuple[Integer[Array, '*batch q_seq'], Integer[Array, '*batch kv_seq']]":
+        """Of queries and keys; where both have the same, they are computed once."""
+        queries = ranks_within_ids(self.q_ids) if self._q_positions is None else self._q_positions
+        if self._keys is None:
+            return queries, queries
+        return queries, ranks_within_ids(self.kv_ids) if self._kv_positions is None else self._kv_positions
+
+
+class _Lengths(eqx.Module):
+    """Ids by the lengths of their segments."""
+
+    lengths: Integer[Array, "*batch segments"]
+    seq: int = eqx.field(static=True)
 
 
 class PrefixLM(Mask):
@@ -254,7 +286,17 @@ def _integers(name: str, values) -> Array:
     return values.astype(jnp.int32)
 
 
-def _positions(name: str, positions, ids_name: str, ids: Array) -> Array:
+def _ids_or_lengths(name: str, values) -> "Array | _Lengths":
+    return values if isinstance(values, _Lengths) else _integers(name, values)
+
+
+def _ids_of(given: "Array | _Lengths") -> Array:
+    return ids_from_lengths(given.lengths, given.seq) if isinstance(given, _Lengths) else given
+
+
+def _positions(name: str, positions, ids_name: str, ids) -> Array | None:
+    if positions is None:
+        return None
     positions = _integers(name, positions)
     if positions.shape[-1] != ids.shape[-1]:
         raise ValueError(

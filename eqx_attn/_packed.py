@@ -1,5 +1,6 @@
 """Attention on packed arrays and on ragged ones: the same arguments and results as `attention`, other inputs."""
 
+import jax
 from beartype import beartype
 from jaxtyping import Array, Bool, Float, Integer, jaxtyped
 
@@ -179,7 +180,9 @@ def _kvpacked(
     query: Float[Array, "*batch q_seq q_heads dim"], kv: Float[Array, "*batch kv_seq 2 kv_heads dim"], options: Options
 ) -> AttentionOutput:
     *batch_shape, kv_seq, _, kv_heads, dim = kv.shape
-    key = kv[..., 0, :, :]
+    key = jax.ShapeDtypeStruct(
+        (*batch_shape, kv_seq, kv_heads, dim), kv.dtype
+    )  # a slice, which outside jit were a copy
     check_arrays(query, key, key, "bshd")
     sizes = sizes_of(query, key, key, "bshd")
     return serve((query, kv.reshape(*batch_shape, kv_seq, 2 * kv_heads, dim)), sizes, "kv", options)

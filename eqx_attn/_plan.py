@@ -23,12 +23,15 @@ _BEFORE_ALL = -(2**30)
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """Ids and positions, `[batch, seq]` each; padding has an id that no token of the other side has."""
+    """Ids and positions, `[batch, seq]` each; padding has an id that no token of the other side has.
+
+    Without positions where no part of the mask asks for them.
+    """
 
     q_ids: Array
     kv_ids: Array
-    q_positions: Array
-    kv_positions: Array
+    q_positions: Array | None = None
+    kv_positions: Array | None = None
 
     def operands(self, with_positions: bool) -> SegmentOperands:
         positions = (self.q_positions, self.kv_positions) if with_positions else (None, None)
@@ -129,14 +132,15 @@ def _row_tokens(batch_shape: tuple[int, ...], q_seq: int, kv_seq: int) -> _Token
 def _segment_tokens(
     segments: Segments, positional: list[Positional], batch_shape: tuple[int, ...], q_seq: int, kv_seq: int
 ) -> _Tokens:
-    _check_ids("q_ids", segments.q_ids, "query", batch_shape, q_seq)
-    _check_ids("kv_ids", segments.kv_ids, "key", batch_shape, kv_seq)
-    q_ids = _flat(segments.q_ids, batch_shape)
-    kv_ids = _flat(segments.kv_ids, batch_shape)
+    q_ids, kv_ids = segments.q_ids, segments.kv_ids
+    _check_ids("q_ids", q_ids, "query", batch_shape, q_seq)
+    _check_ids("kv_ids", kv_ids, "key", batch_shape, kv_seq)
+    q_ids, kv_ids = _flat(q_ids, batch_shape), _flat(kv_ids, batch_shape)
     q_ids = jnp.where(q_ids > 0, q_ids, _QUERY_PADDING)
     kv_ids = jnp.where(kv_ids > 0, kv_ids, _KEY_PADDING)
-    q_positions = _flat(segments.q_positions, batch_shape)
-    kv_positions = _flat(segments.kv_positions, batch_shape)
+    if not positional:
+        return _Tokens(q_ids, kv_ids)
+    q_positions, kv_positions = (_flat(x, batch_shape) for x in segments.positions())
     alignments = {piece.alignment for piece in positional}
     if "bottom_right" in alignments:
         if segments.explicit_positions:
@@ -159,6 +163,7 @@ def _refined(tokens: _Tokens, positional: list[Positional], shift: int) -> _Toke
     for piece in positional:
         if not isinstance(piece, Chunked | Dilated):
             continue
+        assert tokens.q_positions is not None and tokens.kv_positions is not None
         q_positions = tokens.q_positions + (shift if piece.alignment == "bottom_right" else 0)
         positions = jnp.concatenate([q_positions, tokens.kv_positions], axis=1)
         numbers = positions // piece.size if isinstance(piece, Chunked) else positions % piece.step
@@ -188,6 +193,7 @@ def _with_prefixes(tokens: _Tokens, positional: list[Positional], batch_shape: t
                 f"PrefixLM's prefix has shape {piece.prefix.shape} and dtype {piece.prefix.dtype}: it broadcasts to "
                 f"{'[*batch, kv_seq]' if per_key else '[*batch]'} = {wanted}"
             )
+        assert tokens.kv_positions is not None
         prefix = jnp.broadcast_to(piece.prefix, wanted)
         inside = prefix.reshape(-1, kv_seq) if per_key else tokens.kv_positions < prefix.reshape(-1, 1)
         tokens = dataclasses.replace(tokens, kv_positions=jnp.where(inside, _BEFORE_ALL, tokens.kv_positions))

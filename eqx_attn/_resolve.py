@@ -7,7 +7,7 @@ import jax
 
 from ._call import Call, Request, Route
 from ._codegen import KernelSpec, Target
-from ._context import CUDA_TARGETS, current_context
+from ._context import current_context, platform_of
 from ._tuning import default_tiles, XLA_TILE
 
 IMPLEMENTATIONS = ("pallas_tpu", "triton", "gluon_hopper", "xla", "reference")
@@ -27,11 +27,7 @@ def resolve(request: Request, implementation: str | None, warn: bool = True) -> 
     context = current_context()
     xla = Route("xla", None, XLA_TILE)
     if implementation is None:
-        routes = _default_routes(request, warn)
-        if context.target is not None:
-            default = dict(routes).get(current_platform(), xla)
-            return Call(request.layout, default, (), context)
-        return Call(request.layout, xla, routes, context)
+        return Call(request.layout, xla, _default_routes(request, warn), context)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation is {implementation!r}: it is one of {', '.join(IMPLEMENTATIONS)}, or None for the fastest that "
@@ -85,10 +81,12 @@ def absence(implementation: str, request: Request) -> list[str]:
             ]
         return []
     platform = _PLATFORMS[implementation]
-    if current_platform() == platform:
+    if platform in current_platforms():
         return []
     where = (
-        f"target({context.target!r})" if context.target else f"this process's default backend ({jax.default_backend()})"
+        f"target({context.targets[0]!r})"
+        if context.targets
+        else f"this process's default backend ({jax.default_backend()})"
     )
     return [
         f"it needs {_DEVICES[platform]}, and {where} is none: use `with eqx_attn.interpret():` to run it on the CPU, or "
@@ -96,15 +94,15 @@ def absence(implementation: str, request: Request) -> list[str]:
     ]
 
 
-def current_platform() -> str:
-    """The platform that calls are lowered for: "cuda", "tpu", or another of JAX's names."""
-    name = current_context().target
-    if name is not None:
-        return "cuda" if name in CUDA_TARGETS else "tpu"
+def current_platforms() -> tuple[str, ...]:
+    """The platforms that calls are lowered for: those of the targets, or "cuda", "tpu", or another of JAX's names."""
+    targets = current_context().targets
+    if targets:
+        return tuple(platform_of(name) for name in targets)
     backend = jax.default_backend()
     if backend != "gpu":
-        return backend
-    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+        return (backend,)
+    return ("rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda",)
 
 
 def _default_routes(request: Request, warn: bool) -> tuple[tuple[str, Route], ...]:
@@ -116,7 +114,7 @@ def _default_routes(request: Request, warn: bool) -> tuple[tuple[str, Route], ..
             reasons.append("Triton is not installed: pip install 'eqx_attn[cuda]'")
         if not reasons:
             routes.append((platform, kernel_route(implementation, request)))
-        elif warn and current_platform() == platform:
+        elif warn and platform in current_platforms():
             for reason in reasons:
                 _warn_once(f"eqx_attn.attention runs on 'xla', which is slower than {implementation}: {reason}")
     return tuple(routes)

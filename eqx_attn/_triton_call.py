@@ -24,7 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array
 
-from ._context import CUDA_TARGETS, current_target, interpreting
+from ._context import CUDA_TARGETS, current_target, current_targets, interpreting
 from ._triton_arguments import Argument, Descriptor, Pointer, Scalar, TensorDescriptor
 from ._triton_interpreter import LANGUAGE_LOCK, run_interpreted
 from ._triton_launch import Launch, record_launch
@@ -39,10 +39,11 @@ def current_capability() -> int:
 
     **Raises:** `ValueError` if the target is not an NVIDIA GPU, or if there is neither a target nor a GPU.
     """
-    name = current_target()
-    if name in CUDA_TARGETS:
-        return CUDA_TARGETS[name]
+    name = current_target("cuda")
     if name is not None:
+        return CUDA_TARGETS[name]
+    if current_targets():
+        (name,) = current_targets()
         raise ValueError(f"triton_call: eqx_attn.target({name!r}) is not an NVIDIA GPU; use eqx_attn.target('sm_90a').")
     device = jax.local_devices()[0]
     # "9.0"; on a GPU of another maker it has letters.

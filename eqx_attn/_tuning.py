@@ -3,7 +3,7 @@
 import jax
 
 from ._codegen import KernelSpec, Layout, MaskKind, Target
-from ._context import CUDA_TARGETS, current_target
+from ._context import CUDA_TARGETS, current_target, current_targets
 from ._operands import Tile, Tiles
 from ._tuning_tpu import pallas_tpu_tiles
 
@@ -68,9 +68,8 @@ def _option_tiles(spec: KernelSpec, dim: int, hopper: bool) -> Tiles:
 
 def _capability() -> int:
     """The capability that is compiled for; 80 where there is none, under the interpreter."""
-    name = current_target()
-    if name is not None:
-        return CUDA_TARGETS.get(name, 80)
+    if current_targets():
+        return CUDA_TARGETS.get(current_target("cuda") or "", 80)
     device = jax.local_devices()[0]
     return int(device.compute_capability.replace(".", "")) if device.platform == "gpu" else 80
 

@@ -328,6 +328,46 @@ def test_replaced_parameters_are_used():
     _assert_close(eqx.filter_jit(doubled)(x, x, x), 2 * ours(x, x, x))
 
 
+def test_stacked_layers_are_mapped_over():
+    """Layers made by `filter_vmap`, as an ensemble: each has its own parameters, gradients and keys of dropout."""
+    make = lambda key: MultiheadAttention(HEADS, WIDTH, num_kv_heads=2, dropout_p=0.3, key=key)
+    keys = jax.random.split(jax.random.key(0), 3)
+    stack, alone = eqx.filter_vmap(make)(keys), [make(key) for key in keys]
+    x = jnp.stack([_x(seed=seed) for seed in range(3)])
+
+    def loss(layer, x, key):
+        return jnp.sum(jnp.sin(layer(x, x, x, "causal", key=key)))
+
+    gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss))
+    found = eqx.filter_jit(eqx.filter_vmap(gradient))(stack, x, keys)
+    wanted = [gradient(layer, row, key) for layer, row, key in zip(alone, x, keys, strict=True)]
+    for leaf, *leaves in zip(*map(jax.tree.leaves, (found, *wanted)), strict=True):
+        _assert_close(leaf, jnp.stack(leaves))
+    inference = eqx.nn.inference_mode(stack)
+    shared = eqx.filter_vmap(lambda layer, x: layer(x, x, x, "causal"), in_axes=(eqx.if_array(0), None))(
+        inference, x[0]
+    )
+    _assert_close(shared, jnp.stack([layer(x[0], x[0], x[0], "causal", inference=True) for layer in alone]))
+
+
+def test_a_module_is_cast():
+    ours, x = _mha(num_kv_heads=2, rotary=RotaryEmbedding(WIDTH // HEADS)), _x()
+    cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf, ours)
+    small = x.astype(jnp.bfloat16)
+    out = eqx.filter_jit(cast)(small, small, small, "causal")
+    assert out.dtype == jnp.bfloat16
+    _assert_close(out, ours(x, x, x, "causal"), eps=float(jnp.finfo(jnp.bfloat16).eps))
+    grads = eqx.filter_grad(lambda layer: jnp.sum(layer(small, small, small, "causal").astype(jnp.float32)))(cast)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_float8_is_refused():
+    x = _x().astype(jnp.float8_e4m3fn)
+    cast = jax.tree.map(lambda leaf: leaf.astype(x.dtype) if eqx.is_inexact_array(leaf) else leaf, _mha())
+    with pytest.raises(TypeError, match=r"query has dtype float8_e4m3fn: float8 inputs are not supported yet; write"):
+        eqx.filter_eval_shape(cast, x, x, x)
+
+
 def _call(**changes):
     arguments = dict(query=_x(), key_=_x(), value=_x()) | changes
     return lambda: _mha()(**arguments)

@@ -5,10 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from calls import check, results
+from calls import check, kept_by, results
 
 import eqx_attn
-from eqx_attn import _dropout, BlockSparse, Causal, Chunked, Dilated, Dropout, PrefixLM, Segments, SlidingWindow
+from eqx_attn import (
+    _dropout,
+    _operands,
+    _tuning,
+    BlockSparse,
+    Causal,
+    Chunked,
+    Dilated,
+    Dropout,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+)
 
 Q_SEQ, KV_SEQ = 21, 30
 RATE = 0.3
@@ -140,6 +152,40 @@ class TestDropout:
         inputs = oracle.random_inputs(random_key, Q_SEQ, KV_SEQ)
         monkeypatch.setattr(eqx_attn._resolve, "XLA_TILE", eqx_attn._operands.Tile(*tile))
         check(inputs, Causal(), dropout=Dropout(RATE, jax.random.key(7)))
+
+    @pytest.mark.parametrize("implementation", ["xla", "triton", "pallas_tpu"])
+    def test_drops_the_same_weights_everywhere(self, implementation, random_key, monkeypatch):
+        """With the identity for values the output is the weights: which of them are 0, in two sizes of tiles, and mapped.
+
+        A TPU kernel's tiles are at least 128, so that it has one here; its own tests have more.
+        """
+        if implementation == "triton":
+            pytest.importorskip("triton")
+        query, key, _ = oracle.random_inputs(random_key, 32, 32, heads=(2, 1), dims=(16, 16)).arrays
+        value = jnp.broadcast_to(jnp.eye(32)[:, None], (2, 32, 1, 32))
+        dropout = Dropout(RATE, jax.random.key(13))
+        options = dict(dropout=dropout, implementation=implementation)
+        kept = np.swapaxes(kept_by(dropout, (2, 2, 32, 32)), 1, 2)
+        tiles = _operands.Tile(32, 16), _operands.Tile(16, 32)
+        for tile in tiles[:1] if implementation == "pallas_tpu" else tiles:
+            monkeypatch.setattr(eqx_attn._resolve, "XLA_TILE", tile)
+            monkeypatch.setattr(_tuning, "_triton_tiles", lambda *_, tile=tile: _operands.Tiles(tile, tile, tile))
+            with eqx_attn.interpret():
+                found = eqx_attn.attention(query, key, value, **options)
+            np.testing.assert_array_equal(found > 0, kept)
+        with eqx_attn.interpret():
+            mapped = jax.vmap(lambda x: eqx_attn.attention(x, key[0], value[0], **options))(query)
+        np.testing.assert_array_equal(mapped > 0, np.stack([kept[0], kept[0]]))  # each as its own call: example 0
+
+    def test_outputs_are_unbiased(self, random_key):
+        """Their mean over keys, each element within 5 standard deviations of the output without dropout."""
+        query, key, value = oracle.random_inputs(random_key, 4, 8, heads=(1, 1), batch=()).arrays
+        weights = eqx_attn.attention(query, key, jnp.eye(8)[:, None])[:, 0]
+        number = 2000
+        call = lambda key_of_dropout: eqx_attn.attention(query, key, value, dropout=Dropout(RATE, key_of_dropout))
+        mean = jax.vmap(call)(jax.random.split(jax.random.key(1), number)).mean(0)[:, 0]
+        deviation = np.sqrt(RATE / (1 - RATE) * (weights**2) @ (value[:, 0] ** 2) / number)
+        assert (abs(mean - weights @ value[:, 0]) <= 5 * deviation).all()
 
     def test_vmap_equals_a_loop(self, random_key):
         query, key, value = oracle.random_inputs(random_key, 6, 6).arrays

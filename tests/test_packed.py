@@ -1,5 +1,8 @@
 """Packed and ragged calls against the plain ones, which are tested against the law."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,3 +150,33 @@ def test_ragged_equals_each_sequence_alone(mask, cross, random_key):
         found = out[q_rows], lse[:, q_rows], grads[0][q_rows], grads[1][kv_rows], grads[2][kv_rows]
         for got, wanted in zip(found, (*own[:2], *own[2]), strict=True):
             np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
+PACKED = {
+    "qkvfused": (functools.partial(attention_qkvfused, kv_heads=1), [(2, 64, 4, 32)]),
+    "qkvpacked": (attention_qkvpacked, [(2, 64, 3, 2, 32)]),
+    "kvpacked": (attention_kvpacked, [(2, 64, 2, 32), (2, 64, 2, 1, 32)]),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_gpu_kernels_read_and_write_packed_arrays_in_place(name):
+    """Around the kernels nothing is as large as an array but reshapes that keep its bytes where they are."""
+    pytest.importorskip("triton")
+    function, shapes = PACKED[name]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    dout = jax.ShapeDtypeStruct((2, 64, 2, 32), jnp.bfloat16)
+
+    def forward(*arrays):
+        return function(*arrays, mask="causal")
+
+    def backward(dout, *arrays):
+        out, pull_back = jax.vjp(forward, *arrays)
+        return out, pull_back(dout)
+
+    for run, arguments, kernels in ((forward, arrays, 1), (backward, [dout, *arrays], 3)):
+        with eqx_attn.target("sm_90a"):
+            text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        found = re.findall(r"stablehlo\.(\w+)[^\n]*bf16", text)
+        assert found.count("custom_call") == kernels
+        assert set(found) <= {"custom_call", "reshape"}

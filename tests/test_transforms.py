@@ -1,5 +1,6 @@
 """JAX's transformations of attention: each equals the Python loop or the plain call that it stands for."""
 
+import contextlib
 import itertools
 
 import equinox as eqx
@@ -289,18 +290,71 @@ def test_export_for_the_cpu(random_key):
     assert_same(again.call(*operands), function(*operands))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a test of lowering for what is not here")
+UNCHECKED = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("triton_kernel_call_ffi", "tpu_custom_call")]
+not_here = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a test of lowering for what is not here")
+
+
+@not_here
 def test_export_for_a_gpu_that_is_not_here():
     pytest.importorskip("triton")
     pytest.importorskip("jax_cuda13_plugin", reason="JAX lowers for CUDA with its plugin")
     query, key = (jax.ShapeDtypeStruct((1, 128, heads, 64), jnp.float16) for heads in (4, 2))
     function = jax.grad(lambda q, k, v: attention(q, k, v, mask="causal").astype(jnp.float32).sum(), (0, 1, 2))
     with eqx_attn.target("sm_90a"):
-        unchecked = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
-        exported = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=unchecked)(query, key, key)
+        exported = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=UNCHECKED)(query, key, key)
     text = exported.mlir_module()
     assert text.count("triton_kernel_call_ffi") == 3  # forward, dq, dkv
     assert [aval.shape for aval in exported.out_avals] == [query.shape, key.shape, key.shape]
+
+
+def with_options(query, key, value, bias, sinks, seed):
+    dropout = eqx_attn.Dropout(0.2, jax.random.wrap_key_data(seed))
+    mask = eqx_attn.SlidingWindow(40, 0)
+    return attention(query, key, value, mask=mask, bias=bias, sinks=sinks, softcap=3.0, dropout=dropout)
+
+
+@not_here
+def test_export_for_several_platforms_at_once():
+    """One artifact holds XLA's program for the CPU and both kernels, and runs here after a reload."""
+    for package in ("triton", "jax_cuda13_plugin", "flatbuffers"):
+        pytest.importorskip(package)
+    arrays = oracle.random_inputs(jax.random.key(0), 64, 64, heads=(2, 1), dims=(64, 64), batch=(1,)).arrays
+    operands = (*arrays, jnp.ones((2, 64, 64)), jnp.ones(2), jnp.arange(2, dtype=jnp.uint32))
+    platforms = ("cpu", "tpu", "cuda")
+    with eqx_attn.target("sm_90a", "v6e"):
+        exported = jax.export.export(jax.jit(with_options), platforms=platforms, disabled_checks=UNCHECKED)(*operands)
+    text = exported.mlir_module()
+    assert (text.count("triton_kernel_call_ffi"), text.count("tpu_custom_call")) == (1, 1)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == platforms
+    assert_same(again.call(*operands), with_options(*operands))
+
+
+@not_here
+@pytest.mark.parametrize(
+    "platform, targets, message",
+    [
+        ("tpu", (), r"lowered for a TPU and there is none here.*target\("),
+        ("tpu", ("sm_90a",), r'target\("sm_90a", "v6e"\)'),
+        ("cuda", ("v6e",), "target\\('v6e'\\) is not an NVIDIA GPU"),
+    ],
+)
+def test_lowering_for_a_device_that_nobody_named(platform, targets, message):
+    pytest.importorskip("triton")
+    query = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    with contextlib.ExitStack() as stack:
+        if targets:
+            stack.enter_context(eqx_attn.target(*targets))
+        traced = jax.jit(lambda x: attention(x, x, x)).trace(query)
+        with pytest.raises(ValueError, match=message):
+            traced.lower(lowering_platforms=(platform,))
+
+
+def test_targets_are_of_two_kinds():
+    for names in ((), ("sm_90a", "sm_80")):
+        message = "give one device, or one NVIDIA architecture and one TPU"
+        with pytest.raises(ValueError, match=message), eqx_attn.target(*names):
+            pass
 
 
 def test_forward_mode_is_refused_by_jax(random_key):

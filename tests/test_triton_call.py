@@ -599,4 +599,4 @@ def test_a_context_can_be_resumed_after_its_end():
     assert current_context() != context
     with target("v6e"), resume(context):
         assert current_context() == context
-    assert (context.target, context.interpreting) == ("sm_90a", True)
+    assert (context.targets, context.interpreting) == (("sm_90a",), True)

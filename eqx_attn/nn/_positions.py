@@ -17,9 +17,10 @@ def mask_positions(mask: Mask, q_seq: int, kv_seq: int) -> tuple[Int32[Array, " 
     bottom_right = any(getattr(piece, "alignment", None) == "bottom_right" for piece in pieces)
     for piece in pieces:
         if isinstance(piece, Segments):
-            q_positions, kv_positions = piece.q_positions, piece.kv_positions
+            q_positions, kv_positions = piece.positions()
             if bottom_right:
-                q_positions += count_of_ids(piece.kv_ids, piece.q_ids) - count_of_ids(piece.q_ids, piece.q_ids)
+                q_ids, kv_ids = piece.q_ids, piece.kv_ids
+                q_positions += count_of_ids(kv_ids, q_ids) - count_of_ids(q_ids, q_ids)
             return q_positions, kv_positions
     shift = kv_seq - q_seq if bottom_right else 0
     return jnp.arange(q_seq, dtype=jnp.int32) + shift, jnp.arange(kv_seq, dtype=jnp.int32)
