@@ -32,6 +32,8 @@ def _triton_tiles(spec: KernelSpec, dtype: str) -> Tiles:
         return _option_tiles(spec, dim, hopper=capability == 90)
     if capability == 90:
         return _hopper_tiles(spec, dim)
+    if spec.layout.packed:
+        return _PACKED_TILES[dim]
     if capability >= 100:
         return (_BLACKWELL_SEGMENT_TILES if spec.segments else _BLACKWELL_TILES)[dim]
     return (_AMPERE_SEGMENT_TILES if spec.segments else _AMPERE_TILES)[dim]
@@ -39,11 +41,14 @@ def _triton_tiles(spec: KernelSpec, dtype: str) -> Tiles:
 
 def _hopper_tiles(spec: KernelSpec, dim: int) -> Tiles:
     if dim == 64:
-        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32 if spec.segments else 64, 64, 4, 3))
+        wide = spec.segments or spec.layout.packed  # in registers
+        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32 if wide else 64, 64, 4, 3))
     if dim == 128:
         whole = spec.mask == MaskKind.FULL and not spec.segments
         forward = Tile(128, 128, 8, 3) if whole else Tile(64, 64, 4, 3)
         dq = Tile(128, 64, 8, 3) if whole else Tile(64, 64, 4, 2)
+        if spec.layout.packed:
+            return Tiles(forward, dq, Tile(32, 64, 8, 3))
         spills = whole and spec.layout == Layout.BHSD  # 16 bytes with the narrower tile, there alone
         return Tiles(forward, dq, Tile(32, 128, 8, 3) if spills else Tile(32, 64, 4, 3))
     forward = Tile(64, 32, 8 if spec.segments else 4, 2)
@@ -55,7 +60,7 @@ def _hopper_tiles(spec: KernelSpec, dim: int) -> Tiles:
 def _option_tiles(spec: KernelSpec, dim: int, hopper: bool) -> Tiles:
     """The largest that spill no register with any one option; not timed."""
     if not hopper:
-        return _OPTION_TILES[dim]
+        return _OPTION_TILES[32 if max(spec.qk_dim, spec.v_dim) <= 32 else dim]
     if dim == 64:
         return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3))
     if dim == 128:
@@ -94,8 +99,14 @@ _BLACKWELL_SEGMENT_TILES = {
     128: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     256: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
+_PACKED_TILES = {
+    64: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+    128: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 1)),
+    256: Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+}
 _OPTION_TILES = {
-    64: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    32: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+    64: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     128: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 1)),
     256: Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
 }
