@@ -34,7 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.verify is not None:
             from ._verify import verify
 
-            return verify(options.verify, options.jobs, options.interpret, options.record, options.commit)
+            return verify(
+                options.verify, options.jobs, options.interpret, options.float32, options.record, options.commit
+            )
         return _train_step(options) if options.train_step else _time(options)
     except (ValueError, OSError) as error:
         if options.verbose:
@@ -159,6 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     cores = max(1, (os.cpu_count() or 2) - 2)
     verifying.add_argument(
         "--jobs", type=_positive, default=cores, metavar="N", help="processes that share a GPU (default: %(default)s)"
+    )
+    verifying.add_argument(
+        "--float32", action="store_true", help="float32 as well, which compiles for minutes on a GPU"
     )
     verifying.add_argument("--interpret", action="store_true", help="on the CPU, Triton kernels in their interpreter")
 

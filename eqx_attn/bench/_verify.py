@@ -4,9 +4,11 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import importlib
 import multiprocessing
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from .._context import interpret
 from ._environment import commit, device_kind, versions
 from ._numerics import compare, computed, expected, make_inputs, NAMES, names_of, Shape, SHAPES, SMALL_SHAPES
 
-_DTYPES = {"triton": ("bfloat16", "float16", "float32"), "pallas_tpu": ("bfloat16", "float32")}
+_DTYPES = {"triton": ("bfloat16", "float16"), "pallas_tpu": ("bfloat16",)}  # a TPU's compiler takes no float16
 
 
 @dataclasses.dataclass
@@ -32,8 +34,11 @@ class Verified:
     faults: list[str] = dataclasses.field(default_factory=list)
 
 
-def verify(glob: str, jobs: int, interpreted: bool, record: bool, given_commit: str | None) -> int:
+def verify(glob: str, jobs: int, interpreted: bool, float32: bool, record: bool, given_commit: str | None) -> int:
     """Verifies all matching kernels of this device, prints a table, and returns the exit status.
+
+    `float32` adds that dtype, whose exact products compile for minutes on a GPU; the interpreter always does it. Records
+    are written kernel by kernel, so that an interrupted run keeps what it has.
 
     **Raises:** `ValueError` if the device has no kernels, or none matches.
     """
@@ -48,7 +53,13 @@ def verify(glob: str, jobs: int, interpreted: bool, record: bool, given_commit: 
         )
     # A TPU belongs to one process.
     jobs = 1 if interpreted or target == "pallas_tpu" else min(jobs, len(names))
-    results = _verify_all(names, jobs, interpreted)
+    check = functools.partial(verify_spec, interpreted=interpreted, float32=float32)
+    results = {}
+    for name, result in _verify_all(names, jobs, check):
+        results[name] = result
+        if record and not interpreted and not result.faults:
+            _record(name, result, set(known), given_commit)
+    results = {name: results[name] for name in names}
     out = Console(width=None if Console().is_terminal else 200, highlight=False)
     out.print(_table(results, "the interpreter" if interpreted else device_kind()))
     for name, result in results.items():
@@ -56,8 +67,6 @@ def verify(glob: str, jobs: int, interpreted: bool, record: bool, given_commit: 
             out.print(f"{name}: {fault}", style="red", markup=False, soft_wrap=True)
     bad = sum(bool(result.faults) for result in results.values())
     out.print(f"{len(results) - bad} of {len(results)} kernels agree with the oracle and repeat bit for bit")
-    if record and not interpreted:
-        _record(results, set(known), given_commit)
     return 1 if bad else 0
 
 
@@ -76,28 +85,27 @@ def _codegen_module(name: str) -> Any:
     return importlib.import_module(f"{_codegen._package}.{name}")
 
 
-def _verify_all(names: list[str], jobs: int, interpreted: bool) -> dict[str, Verified]:
+def _verify_all(names: list[str], jobs: int, check: Callable[[str], Verified]) -> Iterator[tuple[str, Verified]]:
+    """Each kernel with its result, as they get ready."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    found = {}
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
         task = progress.add_task("verifying", total=len(names))
         if jobs == 1:
             for name in names:
-                found[name] = verify_spec(name, interpreted)
+                yield name, check(name)
                 progress.update(task, advance=1, description=name)
-            return found
+            return
         # Most of the time goes into compiling, which needs no device: a process for each core.
         pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
         stack.enter_context(pool)
         # Large head dims compile longest, so they start first.
         slowest_first = sorted(names, key=lambda name: -KernelSpec.from_name(name).qk_dim)
-        futures = {pool.submit(verify_spec, name, interpreted): name for name in slowest_first}
+        futures = {pool.submit(check, name): name for name in slowest_first}
         for future in concurrent.futures.as_completed(futures):
             name = futures[future]
-            found[name] = _result_of(future)
+            yield name, _result_of(future)
             progress.update(task, advance=1, description=name)
-    return {name: found[name] for name in names}
 
 
 def _result_of(future: concurrent.futures.Future) -> Verified:
@@ -107,11 +115,12 @@ def _result_of(future: concurrent.futures.Future) -> Verified:
         return Verified(faults=[f"a worker process died (try fewer --jobs): {error}"])
 
 
-def verify_spec(name: str, interpreted: bool) -> Verified:
+def verify_spec(name: str, interpreted: bool, float32: bool) -> Verified:
     """All dtypes and shapes of one kernel, in this process."""
     spec = KernelSpec.from_name(name)
     result = Verified()
-    for dtype in ("float16", "float32") if interpreted else _DTYPES[str(spec.target)]:
+    dtypes = ("float16", "float32") if interpreted else (*_DTYPES[str(spec.target)], *(("float32",) if float32 else ()))
+    for dtype in dtypes:
         for shape in SMALL_SHAPES if interpreted else _shapes(dtype):
             where = f"{dtype} {shape.q_seq} x {shape.kv_seq}"
             try:
@@ -160,17 +169,12 @@ def _table(results: dict[str, Verified], device: str) -> Table:
     return table
 
 
-def _record(results: dict[str, Verified], known: set[str], given_commit: str | None) -> None:
-    """Notes the kernels without a fault in `generated/VERIFIED.json`, by the digest of what lies in `generated/`."""
+def _record(name: str, result: Verified, known: set[str], given_commit: str | None) -> None:
+    """Notes a kernel without a fault in `generated/VERIFIED.json`, by the digest of what lies in `generated/`."""
     folder = REPOSITORY / "generated"
-    measured = {"versions": versions(), "commit": commit(given_commit)}
-    found = {}
-    for name, result in results.items():
-        if not result.faults:
-            digest = digests((folder / f"{name}.py").read_text())[1]
-            errors = {
-                dtype: {part: float(f"{error:.2g}") for part, error in parts.items()}
-                for dtype, parts in result.errors.items()
-            }
-            found[name] = (digest, {device_kind(): {**measured, "errors": errors}})
-    _codegen_module("records").VERIFIED.add(folder, found, known)
+    errors = {
+        dtype: {part: float(f"{error:.2g}") for part, error in parts.items()} for dtype, parts in result.errors.items()
+    }
+    details = {"versions": versions(), "commit": commit(given_commit), "errors": errors}
+    digest = digests((folder / f"{name}.py").read_text())[1]
+    _codegen_module("records").VERIFIED.add(folder, {name: (digest, {device_kind(): details})}, known)
