@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Integer
 
-from ._segments import ids_from_lengths, ranks_within_ids
+from ._segments import ids_from_lengths, ranks_from_lengths, ranks_within_ids
 
 Alignment = Literal["top_left", "bottom_right"]
 
@@ -136,10 +136,10 @@ class Segments(Mask):
 
     def positions(self) -> "tuple[Integer[Array, '*batch q_seq'], Integer[Array, '*batch kv_seq']]":
         """Of queries and keys; where both have the same, they are computed once."""
-        queries = ranks_within_ids(self.q_ids) if self._q_positions is None else self._q_positions
+        queries = _ranks_of(self._queries) if self._q_positions is None else self._q_positions
         if self._keys is None:
             return queries, queries
-        return queries, ranks_within_ids(self.kv_ids) if self._kv_positions is None else self._kv_positions
+        return queries, _ranks_of(self._keys) if self._kv_positions is None else self._kv_positions
 
 
 class _Lengths(eqx.Module):
@@ -292,6 +292,12 @@ def _ids_or_lengths(name: str, values) -> "Array | _Lengths":
 
 def _ids_of(given: "Array | _Lengths") -> Array:
     return ids_from_lengths(given.lengths, given.seq) if isinstance(given, _Lengths) else given
+
+
+def _ranks_of(given: "Array | _Lengths") -> Array:
+    if isinstance(given, _Lengths):
+        return ranks_from_lengths(given.lengths, given.seq)
+    return ranks_within_ids(given)
 
 
 def _positions(name: str, positions, ids_name: str, ids) -> Array | None:

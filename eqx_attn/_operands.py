@@ -96,8 +96,9 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of a spec's three kernels: forward, query gradient, key and value gradient."""
+    """Tile sizes of a spec's kernels: forward, query gradient, key and value gradient, and bias gradient (as `dq` if None)."""
 
     forward: Tile
     dq: Tile
     dkv: Tile
+    dbias: Tile | None = None

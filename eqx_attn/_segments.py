@@ -9,10 +9,25 @@ def ids_from_lengths(lengths: Int32[Array, "*batch segments"], seq: int) -> Int3
     """Ids 1, 2, ... of segments that follow one another; 0 behind the last one."""
     if lengths.ndim > 1:
         return jax.vmap(lambda row: ids_from_lengths(row, seq))(lengths)
-    ends = jnp.cumsum(lengths)
+    ends, tokens, segment = _places(lengths, seq)
+    return jnp.where(tokens < ends[-1], 1 + segment, 0)
+
+
+def ranks_from_lengths(lengths: Int32[Array, "*batch segments"], seq: int) -> Int32[Array, "*batch seq"]:
+    """`ranks_within_ids` of `ids_from_lengths`, without sorting."""
+    if lengths.ndim > 1:
+        return jax.vmap(lambda row: ranks_from_lengths(row, seq))(lengths)
+    ends, tokens, segment = _places(lengths, seq)
+    return tokens - jnp.concatenate([jnp.zeros((1,), ends.dtype), ends])[segment]
+
+
+def _places(lengths: Array, seq: int) -> tuple[Array, Array, Array]:
+    """Where each segment ends, the tokens' numbers, and which segment each is in (one more than there are: in none)."""
+    ends = jnp.cumsum(lengths).astype(jnp.int32)
     tokens = jnp.arange(seq, dtype=jnp.int32)
-    ids = 1 + jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
-    return jnp.where(tokens < ends[-1], ids, 0)
+    # Unrolled, the search is a few gathers that XLA fuses; its loop would be a kernel or more a step.
+    segment = jnp.searchsorted(ends, tokens, side="right", method="scan_unrolled").astype(jnp.int32)
+    return ends, tokens, segment
 
 
 def ranks_within_ids(ids: Int32[Array, "*batch seq"]) -> Int32[Array, "*batch seq"]:

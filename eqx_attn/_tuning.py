@@ -58,17 +58,18 @@ def _hopper_tiles(spec: KernelSpec, dim: int) -> Tiles:
 
 
 def _option_tiles(spec: KernelSpec, dim: int, hopper: bool) -> Tiles:
-    """The largest that spill no register with any one option; not timed."""
+    """On Hopper the fastest of a sweep that spill no register with any one option; elsewhere the largest, not timed."""
     if not hopper:
         return _OPTION_TILES[32 if max(spec.qk_dim, spec.v_dim) <= 32 else dim]
     if dim == 64:
-        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3))
-    if dim == 128:
-        backward = Tile(32, 64, 8, 3)
-        if spec.blocks:
-            return Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), backward)
-        return Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), backward)
-    return Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2))
+        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2))
+    if dim == 256:
+        return Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(16, 64, 4, 3))
+    if spec.blocks:
+        return Tiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3))
+    if spec.bias:
+        return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3), Tile(64, 64, 4, 2))
+    return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(16 if spec.softcap else 32, 64, 4, 3))
 
 
 def _capability() -> int:

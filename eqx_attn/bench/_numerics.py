@@ -130,10 +130,9 @@ def make_inputs(spec: KernelSpec, shape: Shape, dtype: str) -> Inputs:
     seen = visible_keys(operands, shape.q_seq, shape.kv_seq)
     seen = jnp.broadcast_to(seen, (BATCH, seen.shape[1], shape.q_seq, shape.kv_seq))
     dlse = jax.random.normal(keys[4], (BATCH, Q_HEADS, shape.q_seq), jnp.float32)
-    if spec.sinks:  # A sink's gradient is a sum over rows: it must not cancel, or rounding is all that is left of it.
-        dlse = jnp.abs(dlse)
-    else:  # Nothing of a dead row's cotangent may get through.
-        dlse = jnp.where(jnp.any(seen, axis=-1), dlse, jnp.nan)
+    # A sink's gradient is a sum over rows, which must not cancel, or rounding is all that is left of it. Without sinks nothing
+    # of a dead row's cotangent may get through.
+    dlse = jnp.abs(dlse) if spec.sinks else jnp.where(jnp.any(seen, axis=-1), dlse, jnp.nan)
     tiles = default_tiles(spec, dtype, shape.q_seq, shape.kv_seq)
     call = Call(layout, Route(str(spec.target), spec, tiles), (), current_context())
     return Inputs(call, operands, learned_of(options, sizes), q, k, v, dout, dlse, seen)

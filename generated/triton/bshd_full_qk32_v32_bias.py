@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk32_v32_bias
-# digest: 6653adf397ae53bb
+# digest: d284b0a380612789
 """Full attention, arrays [batch, seq, heads, dim], head dim 32.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -387,12 +387,15 @@ def dbias_kernel(
     scale_2 = scale * LOG2_E
     dbias = tl.zeros([block_q, block_kv], tl.float32)
     q_first, q_last = q_part * q_span, tl.minimum(q_part * q_span + q_span, q_seq)
-    q_tiles = tl.cdiv(q_last - q_first, block_q)
-    for index in range(0, examples * same_heads * q_tiles):
-        batch = first_batch + index // q_tiles // same_heads
-        head = first_head + index // q_tiles % same_heads
+    kv_first, kv_last = kv_part * kv_span, tl.minimum(kv_part * kv_span + kv_span, kv_seq)
+    kv_tiles = tl.cdiv(tl.maximum(kv_last - kv_first, 0), block_kv)
+    tiles = tl.cdiv(tl.maximum(q_last - q_first, 0), block_q) * kv_tiles
+    for index in range(0, examples * same_heads * tiles):
+        batch = first_batch + index // tiles // same_heads
+        head = first_head + index // tiles % same_heads
         kv_head = head // (q_heads // kv_heads)
-        q_start = q_first + index % q_tiles * block_q
+        q_start = q_first + index % tiles // kv_tiles * block_q
+        start = kv_first + index % kv_tiles * block_kv
         rows = q_start + q_offsets
         in_rows = (rows < q_seq)[:, None]
         q_rows = row_of(q_ptr, batch, head, q_start, q_seq, q_heads, HEAD_DIM)
@@ -405,23 +408,22 @@ def dbias_kernel(
         lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
         delta = tl.load(delta_ptr + row_of_head + rows, mask=rows < q_seq, other=0.0)
         bias_at = matrix_row(bias_ptr, batch, head, q_start, bias_share, bias_heads, bias_rows, bias_width)
-        for start in range(kv_part * kv_span, tl.minimum(kv_part * kv_span + kv_span, kv_seq), block_kv):
-            columns = start + kv_offsets
-            inside = (columns < kv_seq)[:, None]
-            in_tile = in_rows & (columns < kv_seq)[None, :]
-            k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-            v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
-            k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-            v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
-            scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-            bias = tl.load(bias_at + start * bias_column + bias_tile, mask=in_tile, other=0.0)
-            scores = scores * scale_2 + bias.to(tl.float32) * LOG2_E
-            weights = tl.exp2(scores - lse_2[:, None])
-            keep = (columns < kv_seq)[None, :]
-            weights = tl.where(keep, weights, 0.0)
-            dweights = tl.dot(dout, v.T, input_precision=precision)
-            dscores = weights * (dweights - delta[:, None])
-            dbias += dscores
+        columns = start + kv_offsets
+        inside = (columns < kv_seq)[:, None]
+        in_tile = in_rows & (columns < kv_seq)[None, :]
+        k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
+        v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
+        k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
+        v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
+        scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
+        bias = tl.load(bias_at + start * bias_column + bias_tile, mask=in_tile, other=0.0)
+        scores = scores * scale_2 + bias.to(tl.float32) * LOG2_E
+        weights = tl.exp2(scores - lse_2[:, None])
+        keep = (columns < kv_seq)[None, :]
+        weights = tl.where(keep, weights, 0.0)
+        dweights = tl.dot(dout, v.T, input_precision=precision)
+        dscores = weights * (dweights - delta[:, None])
+        dbias += dscores
 
     dbias_tile = q_offsets[:, None] * dbias_columns + (kv_part * block_kv + kv_offsets)[None, :]
     dbias_start = dbias_ptr + (matrix.to(tl.int64) * dbias_rows + q_part * block_q) * dbias_columns
@@ -525,7 +527,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     )
     grads = [dq, dk, dv]
     if operands.bias_gradient:
-        grads.append(bias_gradient(q, k, v, lse, dout, delta, operands, tiles.dq))
+        grads.append(bias_gradient(q, k, v, lse, dout, delta, operands, tiles.dbias or tiles.dq))
     return tuple(grads)
 
 

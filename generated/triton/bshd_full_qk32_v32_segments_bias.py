@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk32_v32_segments_bias
-# digest: 56450dfc334e0b6a
+# digest: 7c02d672f98d6128
 """Full attention within segments, arrays [batch, seq, heads, dim], head dim 32.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -640,7 +640,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     )
     grads = [dq, dk, dv]
     if operands.bias_gradient:
-        grads.append(bias_gradient(q, k, v, lse, dout, delta, operands, tiles.dq))
+        grads.append(bias_gradient(q, k, v, lse, dout, delta, operands, tiles.dbias or tiles.dq))
     return tuple(grads)
 
 
