@@ -101,7 +101,7 @@ _BLACKWELL_SEGMENT_TILES = {
     256: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
 _PACKED_TILES = {
-    64: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+    64: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     128: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 1)),
     256: Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
 }

@@ -83,8 +83,9 @@ def test_a_kernel_file_keeps_the_contract(spec):
     tree = ast.parse(render(spec))
     assert ast.get_docstring(tree)
     assert constant(tree, "SPEC") == spec.name
-    assert arguments(tree, "forward") == ["q", "k", "v", "operands", "tiles"]
-    assert arguments(tree, "backward") == ["q", "k", "v", "out", "lse", "dout", "dlse", "operands", "tiles"]
+    arrays = {"qkv": ["qkv"], "kv": ["q", "kv"]}.get(spec.layout, ["q", "k", "v"])
+    assert arguments(tree, "forward") == [*arrays, "operands", "tiles"]
+    assert arguments(tree, "backward") == [*arrays, "out", "lse", "dout", "dlse", "operands", "tiles"]
     language = {Target.PALLAS_TPU: "jax.experimental.pallas", Target.TRITON: "triton"}[spec.target]
     allowed = ("jax", language, "eqx_attn._device", "functools", "math")
     modules = set(imported(tree))
@@ -118,7 +119,7 @@ def imported(tree: ast.Module):
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_kernel_file_reads_as_if_written_by_hand(spec):
     text = render(spec)
-    assert text.count("\n") <= 600
+    assert text.count("\n") <= (700 if spec.bias else 600)  # its gradient is one more kernel
     assert not re.search(r"\n\n\n\n|[ \t]\n|\{[{%#]|[%#}]\}", text)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.If, ast.IfExp, ast.While)):

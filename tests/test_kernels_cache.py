@@ -18,7 +18,7 @@ from eqx_attn._kernels import cache_directory, is_checked_in, KernelCacheError, 
 from eqx_attn._tuning import default_tiles
 
 HEAD_DIM_96 = KernelSpec.from_name("triton/bshd_causal_qk96_v96")
-LATENT = KernelSpec.from_name("triton/bshd_causal_qk192_v128")
+LATENT = KernelSpec.from_name("triton/bshd_causal_qk128_v64")
 
 
 @pytest.fixture

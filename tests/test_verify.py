@@ -9,6 +9,7 @@ from codegen.records import COMPILED
 from codegen.render import body_digest, render
 from codegen.verify import CannotVerify, Compiled, PLATFORMS, verify_specs
 
+SPECS = ("triton/bshd_full_qk64_v64", "triton/bshd_full_qk64_v64_segments")
 HLO = """\
 HloModule jit_forward
   %fusion.1 = bf16[8,128]{1,0} fusion(%p.1), kind=kLoop
@@ -35,7 +36,7 @@ def verifying(monkeypatch, tmp_path, capsys):
     """Runs `verify_specs` on two specs and sm_80, sm_90a, with given results in the order of the jobs."""
 
     def run(*results: Compiled) -> tuple[int, list[str]]:
-        specs = matching("triton/bshd_*full_qk64_v64*")
+        specs = [spec for name in SPECS for spec in matching(name)]
         monkeypatch.setattr(verify, "generated_folder", lambda: tmp_path)
         monkeypatch.setattr(verify, "check_written", lambda specs: None)
         jobs = [(spec, device) for spec in specs for device in ("sm_80", "sm_90a")]
@@ -54,7 +55,7 @@ def test_what_compiled_is_shown_and_recorded(verifying, tmp_path):
     assert said[1] == "triton/bshd_full_qk64_v64 forward sm_80 200 96 KiB 0 mma m16n8k16"
     assert said[-1] == "4 of 4 compilations are as they should be"
     entries = COMPILED.read(tmp_path)
-    for spec in matching("triton/bshd_*full_qk64_v64*"):
+    for spec in [spec for name in SPECS for spec in matching(name)]:
         assert list(COMPILED.lookup(entries, spec.name, body_digest(render(spec)))) == ["sm_80", "sm_90a"]
 
 
