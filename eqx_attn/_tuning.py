@@ -48,7 +48,7 @@ def _hopper_tiles(spec: KernelSpec, dim: int) -> Tiles:
         forward = Tile(128, 128, 8, 3) if whole else Tile(64, 64, 4, 3)
         dq = Tile(128, 64, 8, 3) if whole else Tile(64, 64, 4, 2)
         if spec.layout.packed:
-            return Tiles(forward, dq, Tile(32, 64, 8, 3))
+            return Tiles(forward, dq, Tile(16, 64, 4, 3))
         spills = whole and spec.layout == Layout.BHSD  # 16 bytes with the narrower tile, there alone
         return Tiles(forward, dq, Tile(32, 128, 8, 3) if spills else Tile(32, 64, 4, 3))
     forward = Tile(64, 32, 8 if spec.segments else 4, 2)
