@@ -175,7 +175,7 @@ def segments_of(q_ids, kv_ids, positions: bool) -> SegmentOperands:
 BOUNDS = dict(full={}, causal=dict(upper=0), window=dict(lower=-70, upper=10))
 
 
-@pytest.mark.parametrize("name", ["bshd_causal_qk192_v128", "bshd_full_qk64_v64"])
+@pytest.mark.parametrize("name", ["bshd_causal_qk192_v128"])
 def test_transposed_arrays(name):
     spec = KernelSpec.from_name(f"pallas_tpu/{name}")
     check(name, make(2, 130, 130, spec.qk_dim, spec.v_dim, heads=(4, 2), batch=2, **BOUNDS[spec.mask]))
@@ -197,7 +197,7 @@ def test_cross_lengths(q_seq, kv_seq, alignment):
     assert np.all(results["out"][0, 0][dead[0, 0]] == 0)
 
 
-@pytest.mark.parametrize("dims", [(8, 24), (256, 256)])
+@pytest.mark.parametrize("dims", [(8, 24)])
 def test_head_dims(dims):
     check(f"bhsd_causal_qk{dims[0]}_v{dims[1]}", make(5, 130, 130, *dims, upper=0))
 

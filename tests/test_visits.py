@@ -56,7 +56,7 @@ def walk(visits: Visits) -> np.ndarray:
 bounds = st.one_of(st.none(), st.integers(-40, 40))
 
 
-few = settings(max_examples=25)  # each shape of a table is compiled
+few = settings(max_examples=12)  # each shape of a table is compiled
 
 
 @few
