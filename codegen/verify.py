@@ -98,12 +98,13 @@ class Compiled:
 def unrecorded(specs: list[KernelSpec], platform: str) -> list[KernelSpec]:
     """Those of `specs` that `platform` compiles and whose present text is not recorded for all of its devices."""
     entries, wanted = COMPILED.read(generated_folder()), PLATFORMS[platform]
-    return [
-        spec
-        for spec in specs
-        if spec.target in wanted.targets
-        and not set(wanted.devices) <= COMPILED.lookup(entries, spec.name, body_digest(render(spec))).keys()
-    ]
+    return [spec for spec in specs if spec.target in wanted.targets and unrecorded_devices(spec, wanted, entries)]
+
+
+def unrecorded_devices(spec: KernelSpec, platform: Platform, entries: dict[str, dict]) -> list[str]:
+    """The platform's devices for which `entries` of COMPILED.json do not have the present text of `spec`."""
+    recorded = COMPILED.lookup(entries, spec.name, body_digest(render(spec)))
+    return [device for device in platform.devices if device not in recorded]
 
 
 def verify_specs(specs: list[KernelSpec], platform: str, devices: tuple[str, ...], record: bool) -> int:

@@ -180,9 +180,8 @@ def _kvpacked(
     query: Float[Array, "*batch q_seq q_heads dim"], kv: Float[Array, "*batch kv_seq 2 kv_heads dim"], options: Options
 ) -> AttentionOutput:
     *batch_shape, kv_seq, _, kv_heads, dim = kv.shape
-    key = jax.ShapeDtypeStruct(
-        (*batch_shape, kv_seq, kv_heads, dim), kv.dtype
-    )  # a slice, which outside jit were a copy
+    # The shape alone: a slice of the array would be a copy outside jit.
+    key = jax.ShapeDtypeStruct((*batch_shape, kv_seq, kv_heads, dim), kv.dtype)
     check_arrays(query, key, key, "bshd")
     sizes = sizes_of(query, key, key, "bshd")
     return serve((query, kv.reshape(*batch_shape, kv_seq, 2 * kv_heads, dim)), sizes, "kv", options)

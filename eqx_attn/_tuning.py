@@ -100,16 +100,15 @@ _BLACKWELL_SEGMENT_TILES = {
     128: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
     256: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
-_PACKED_TILES = {
-    64: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
-    128: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 1)),
-    256: Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
-}
 _OPTION_TILES = {
     32: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
     64: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     128: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 1)),
     256: Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+}
+_PACKED_TILES = _OPTION_TILES | {
+    64: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    128: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 1)),
 }
 _FLOAT32_TILES = {
     64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),

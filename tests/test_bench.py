@@ -279,7 +279,7 @@ def test_record_is_kept_by_digest(tmp_path, monkeypatch):
     (tmp_path / f"generated/{SPEC.name}.py").write_text(source.read_text())
     monkeypatch.setattr(_verify, "REPOSITORY", tmp_path)
     good = _verify.Verified({"float16": {"out": 1.23456e-4}})
-    _verify._record(SPEC.name, good, {SPEC.name, "triton/other"}, "abc")
+    _verify._record(SPEC.name, good, {SPEC.name, "triton/other"}, {"commit": "abc"})
     entries = json.loads((tmp_path / "generated/VERIFIED.json").read_text())
     assert set(entries) == {SPEC.name}
     assert entries[SPEC.name]["digest"] == _verify.digests(source.read_text())[1]

@@ -8,9 +8,8 @@ import pytest
 from codegen.files import generated_folder
 from codegen.matrix import checked_in
 from codegen.records import COMPILED
-from codegen.render import body_digest, render
 from codegen.spec import KernelSpec
-from codegen.verify import compile_spec, Platform, PLATFORMS
+from codegen.verify import compile_spec, Platform, PLATFORMS, unrecorded_devices
 
 
 def chosen(platform: Platform, day: int) -> list[tuple[KernelSpec, str]]:
@@ -23,10 +22,9 @@ def chosen(platform: Platform, day: int) -> list[tuple[KernelSpec, str]]:
     jobs = []
     for number, spec in enumerate(spec for spec in checked_in() if spec.target in platform.targets):
         device = platform.devices[(number + day) % len(platform.devices)]
-        recorded = COMPILED.lookup(entries, spec.name, body_digest(render(spec)))
         if (number + day) % 20 == 0:
             jobs.append((spec, device))
-        elif entries and (missing := [device for device in platform.devices if device not in recorded]):
+        elif entries and (missing := unrecorded_devices(spec, platform, entries)):
             jobs.append((spec, missing[day % len(missing)]))
     return jobs
 

@@ -172,13 +172,8 @@ def segments_of(q_ids, kv_ids, positions: bool) -> SegmentOperands:
     )
 
 
-BOUNDS = dict(full={}, causal=dict(upper=0), window=dict(lower=-70, upper=10))
-
-
-@pytest.mark.parametrize("name", ["bshd_causal_qk192_v128"])
-def test_transposed_arrays(name):
-    spec = KernelSpec.from_name(f"pallas_tpu/{name}")
-    check(name, make(2, 130, 130, spec.qk_dim, spec.v_dim, heads=(4, 2), batch=2, **BOUNDS[spec.mask]))
+def test_transposed_arrays():
+    check("bshd_causal_qk192_v128", make(2, 130, 130, 192, 128, heads=(4, 2), batch=2, upper=0))
 
 
 @pytest.mark.parametrize("q_seq, kv_seq", [(1, 1), (63, 65), (1, 250)])
@@ -197,9 +192,8 @@ def test_cross_lengths(q_seq, kv_seq, alignment):
     assert np.all(results["out"][0, 0][dead[0, 0]] == 0)
 
 
-@pytest.mark.parametrize("dims", [(8, 24)])
-def test_head_dims(dims):
-    check(f"bhsd_causal_qk{dims[0]}_v{dims[1]}", make(5, 130, 130, *dims, upper=0))
+def test_head_dims_below_a_register():
+    check("bhsd_causal_qk8_v24", make(5, 130, 130, 8, 24, upper=0))
 
 
 @pytest.mark.smoke

@@ -7,9 +7,10 @@ from codegen.compilers import short_name, vmem_of_kernels
 from codegen.matrix import matching
 from codegen.records import COMPILED
 from codegen.render import body_digest, render
+from codegen.spec import KernelSpec
 from codegen.verify import CannotVerify, Compiled, PLATFORMS, verify_specs
 
-SPECS = ("triton/bshd_full_qk64_v64", "triton/bshd_full_qk64_v64_segments")
+SPECS = [KernelSpec.from_name(f"triton/bshd_full_qk64_v64{option}") for option in ("", "_segments")]
 HLO = """\
 HloModule jit_forward
   %fusion.1 = bf16[8,128]{1,0} fusion(%p.1), kind=kLoop
@@ -36,13 +37,12 @@ def verifying(monkeypatch, tmp_path, capsys):
     """Runs `verify_specs` on two specs and sm_80, sm_90a, with given results in the order of the jobs."""
 
     def run(*results: Compiled) -> tuple[int, list[str]]:
-        specs = [spec for name in SPECS for spec in matching(name)]
         monkeypatch.setattr(verify, "generated_folder", lambda: tmp_path)
         monkeypatch.setattr(verify, "check_written", lambda specs: None)
-        jobs = [(spec, device) for spec in specs for device in ("sm_80", "sm_90a")]
+        jobs = [(spec, device) for spec in SPECS for device in ("sm_80", "sm_90a")]
         monkeypatch.setattr(verify, "_compile_all", lambda *_: dict(zip(jobs, results, strict=True)))
         monkeypatch.setattr(verify, "check_installed", lambda platform: None)
-        status = verify_specs(specs, "cuda", ("sm_80", "sm_90a"), record=True)
+        status = verify_specs(SPECS, "cuda", ("sm_80", "sm_90a"), record=True)
         return status, [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
     return run
@@ -55,7 +55,7 @@ def test_what_compiled_is_shown_and_recorded(verifying, tmp_path):
     assert said[1] == "triton/bshd_full_qk64_v64 forward sm_80 200 96 KiB 0 mma m16n8k16"
     assert said[-1] == "4 of 4 compilations are as they should be"
     entries = COMPILED.read(tmp_path)
-    for spec in [spec for name in SPECS for spec in matching(name)]:
+    for spec in SPECS:
         assert list(COMPILED.lookup(entries, spec.name, body_digest(render(spec)))) == ["sm_80", "sm_90a"]
 
 

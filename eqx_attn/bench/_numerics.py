@@ -233,17 +233,14 @@ def compare(name: str, found: ArrayLike, wanted: ArrayLike, dtype: str, dim: int
     got, want = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     if got.shape != want.shape:
         return Errors(math.inf, math.inf, f"{name} has shape {got.shape}, not {want.shape}")
-    dead = (
-        np.isneginf(want)
-        if name in ("lse", "max_logit")
-        else np.broadcast_to(~want.any(axis=-1, keepdims=True), want.shape)
-    )
-    exact = np.isneginf(got[dead]) if name in ("lse", "max_logit") else got[dead] == 0
+    of_scores = name in ("lse", "max_logit")
+    dead = np.isneginf(want) if of_scores else np.broadcast_to(~want.any(axis=-1, keepdims=True), want.shape)
+    exact = np.isneginf(got[dead]) if of_scores else got[dead] == 0
     if not exact.all():
         return Errors(
             math.inf,
             math.inf,
-            f"{name} of rows that see nothing is not {'-inf' if name in ('lse', 'max_logit') else 0}",
+            f"{name} of rows that see nothing is not {'-inf' if of_scores else 0}",
         )
     got, want = got[~dead], want[~dead]
     if not np.isfinite(got).all():

@@ -55,10 +55,11 @@ def verify(glob: str, jobs: int, interpreted: bool, float32: bool, record: bool,
     jobs = 1 if interpreted or target == "pallas_tpu" else min(jobs, len(names))
     check = functools.partial(verify_spec, interpreted=interpreted, float32=float32)
     results = {}
+    measured = {"versions": versions(), "commit": commit(given_commit)}
     for name, result in _verify_all(names, jobs, check):
         results[name] = result
         if record and not interpreted and not result.faults:
-            _record(name, result, set(known), given_commit)
+            _record(name, result, set(known), measured)
     results = {name: results[name] for name in names}
     out = Console(width=None if Console().is_terminal else 200, highlight=False)
     out.print(_table(results, "the interpreter" if interpreted else device_kind()))
@@ -169,12 +170,12 @@ def _table(results: dict[str, Verified], device: str) -> Table:
     return table
 
 
-def _record(name: str, result: Verified, known: set[str], given_commit: str | None) -> None:
+def _record(name: str, result: Verified, known: set[str], measured: dict[str, Any]) -> None:
     """Notes a kernel without a fault in `generated/VERIFIED.json`, by the digest of what lies in `generated/`."""
     folder = REPOSITORY / "generated"
     errors = {
         dtype: {part: float(f"{error:.2g}") for part, error in parts.items()} for dtype, parts in result.errors.items()
     }
-    details = {"versions": versions(), "commit": commit(given_commit), "errors": errors}
+    details = {**measured, "errors": errors}
     digest = digests((folder / f"{name}.py").read_text())[1]
     _codegen_module("records").VERIFIED.add(folder, {name: (digest, {device_kind(): details})}, known)
