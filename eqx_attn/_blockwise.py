@@ -79,7 +79,7 @@ def forward(q: Array, k: Array, v: Array, operands: Operands, tile: Tile) -> tup
 def backward(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dlse: Array, operands: Operands, tile: Tile
 ) -> tuple[Array, ...]:
-    """Gradients of q, k and v, each in its array's shape and dtype (`bhsd`).
+    """Gradients of q, k and v, each in its array's shape, and in its dtype unless `out_dtype` is given (`bhsd`).
 
     Then that of the bias, where `operands.bias_gradient`, and that of the sinks, where there are any.
     """
@@ -102,7 +102,7 @@ def backward(
             _differentiate, q_block, dout_block, lse_block, delta_block, k_rows, v_rows, operands, blocks, i
         )
         dq, *carry = lax.fori_loop(first, last, step, (jnp.zeros(q_block.shape, blocks.wide), *carry))
-        return tuple(carry), dq.astype(q.dtype)
+        return tuple(carry), dq.astype(operands.out_dtype or q.dtype)
 
     start = (
         jnp.zeros(k_rows.shape, blocks.wide),
@@ -112,7 +112,7 @@ def backward(
     (dk, dv, dbias), dq = lax.scan(
         attend, start, (jnp.arange(blocks.q_blocks, dtype=jnp.int32), q_rows, dout_rows, lse_rows, delta_rows)
     )
-    dk, dv = dk[:, :, : blocks.kv_seq].astype(k.dtype), dv[:, :, : blocks.kv_seq].astype(v.dtype)
+    dk, dv = (x[:, :, : blocks.kv_seq].astype(operands.out_dtype or k.dtype) for x in (dk, dv))
     grads = [_join_q(dq, blocks), dk, dv]
     if bias is not None and dbias is not None:
         grads.append(dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype))

@@ -48,6 +48,9 @@ class Operands:
     last three. Their batch size, like that of `blocks.seen` and `sinks`, is a divisor of the batch: as many examples
     after one another as the batch is larger share an entry (`shared_index`).
 
+    `out_dtype` is the dtype of the output and of the gradients of query, key and value; None is that of the arrays. Partial
+    results that are still to be summed are asked for in float32.
+
     `max_logit` says that the forward also returns the largest visible score of each row, float32 `[batch, q_heads, q_seq]`.
     `sinks` are logits that count in the denominator of each row of their head. `bias_gradient` says that the backward
     returns the gradient of the bias. `heads_of_kv` is the number of key/value heads, where an array is packed.

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_causal_qk128_v128_segments
-# digest: 826cb300c3f5a786
+# digest: ef1bc3124bbfcaed
 """Causal attention within segments on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 128], key [batch, kv_heads, kv_seq, 128], value [batch, kv_heads, kv_seq, 128].
@@ -176,7 +176,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             upper=operands.upper,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, q_heads, q_blocks, visits.steps),
@@ -269,8 +269,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

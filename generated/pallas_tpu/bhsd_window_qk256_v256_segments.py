@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_window_qk256_v256_segments
-# digest: ff6de6067c11dc11
+# digest: f7e3a5c217514a84
 """Sliding-window attention within segments on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 256], key [batch, kv_heads, kv_seq, 256], value [batch, kv_heads, kv_seq, 256].
@@ -179,7 +179,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             upper=operands.upper,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, q_heads, q_blocks, visits.steps),
@@ -274,8 +274,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

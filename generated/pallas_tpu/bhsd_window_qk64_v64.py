@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_window_qk64_v64
-# digest: 6002ec70051808b6
+# digest: 1b0d874393563517
 """Sliding-window attention on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 64], key [batch, kv_heads, kv_seq, 64], value [batch, kv_heads, kv_seq, 64].
@@ -181,7 +181,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, q_heads, q_blocks, visits.steps),
@@ -277,8 +277,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

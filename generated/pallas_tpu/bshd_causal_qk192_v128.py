@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk192_v128
-# digest: b37f88ef0e70d668
+# digest: f25277738c58a693
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 192], key [batch, kv_seq, kv_heads, 192], value [batch, kv_seq, kv_heads, 128].
@@ -181,7 +181,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, QK_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, QK_DIM), operands.out_dtype or q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, q_heads, q_blocks, visits.steps),
@@ -275,8 +275,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, QK_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, V_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, QK_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, V_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk256_v256_segments
-# digest: e6a1f8d06d8f39d2
+# digest: a0b65939690974ca
 """Causal attention within segments on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 256], key [batch, kv_seq, kv_heads, 256], value [batch, kv_seq, kv_heads, 256].
@@ -177,7 +177,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             upper=operands.upper,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, q_heads, q_blocks, visits.steps),
@@ -270,8 +270,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk256_v256_softcap
-# digest: 478e45d2baa12d58
+# digest: 75538ff59878923e
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 256], key [batch, kv_seq, kv_heads, 256], value [batch, kv_seq, kv_heads, 256].
@@ -186,7 +186,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, q_heads, q_blocks, visits.steps),
@@ -283,8 +283,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk64_v64_sinks
-# digest: 7b85e5daf67e20a0
+# digest: 4fc6a4f810f46e24
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -201,7 +201,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, q_heads, q_blocks, visits.steps),
@@ -295,8 +295,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk128_v128
-# digest: 554c6382a8500547
+# digest: 4edf1dc0e34147a8
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -148,7 +148,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pl.GridSpec(
             grid=(batch, q_heads, q_blocks, kv_blocks),
             in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
@@ -222,8 +222,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pl.GridSpec(
             grid=(batch, kv_heads, kv_blocks, group, q_blocks),

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk32_v32_bias
-# digest: e2143d7ace5f7d56
+# digest: 6dd543f3c93be64b
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 32], key [batch, kv_seq, kv_heads, 32], value [batch, kv_seq, kv_heads, 32].
@@ -170,7 +170,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pl.GridSpec(
             grid=(batch, q_heads, q_blocks, kv_blocks),
             in_specs=[scores(bias), queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
@@ -249,8 +249,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pl.GridSpec(
             grid=(batch, kv_heads, kv_blocks, group, q_blocks),

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_window_qk128_v128
-# digest: e18f80bf46e8f340
+# digest: 9c4ce36691ea549a
 """Sliding-window attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -182,7 +182,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, q_heads, q_blocks, visits.steps),
@@ -278,8 +278,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/qkv_causal_qk128_v128
-# digest: 0f2d6fd3eab4a77a
+# digest: 34904d5e4969487a
 """Causal attention on a TPU, forward and backward.
 
 One array [batch, seq, q_heads + 2 * kv_heads, 128] holds the heads of the query, then of the key, then of the value.
@@ -181,7 +181,7 @@ def _query_gradient(qkv, dout, lse, delta, operands, tile):
             kv_seq=kv_seq,
             precision=matmul_precision(qkv.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), qkv.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), operands.out_dtype or qkv.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, q_heads, q_blocks, visits.steps),
@@ -283,8 +283,8 @@ def _key_value_gradients(qkv, dout, lse, delta, operands, tile):
             precision=matmul_precision(qkv.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), qkv.dtype),
-            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), qkv.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or qkv.dtype),
+            jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or qkv.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

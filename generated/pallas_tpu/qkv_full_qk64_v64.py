@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/qkv_full_qk64_v64
-# digest: 409a9a182742fc12
+# digest: 4e7ca528b2ca5b67
 """Full attention on a TPU, forward and backward.
 
 One array [batch, seq, q_heads + 2 * kv_heads, 64] holds the heads of the query, then of the key, then of the value.
@@ -153,7 +153,7 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
             kv_seq=kv_seq,
             precision=matmul_precision(q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), operands.out_dtype or q.dtype),
         grid_spec=pl.GridSpec(
             grid=(batch, q_heads, q_blocks, kv_blocks),
             in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
@@ -227,8 +227,8 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pl.GridSpec(
             grid=(batch, kv_heads, kv_blocks, group, q_blocks),

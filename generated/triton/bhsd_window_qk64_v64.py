@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bhsd_window_qk64_v64
-# digest: 484ef53c8c4b71a7
+# digest: 294d5331de9c5295
 """Sliding-window attention, arrays [batch, heads, seq, dim], head dim 64.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -362,7 +362,7 @@ def forward(q, k, v, operands, tiles):
 
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
-    """Gradients of q, k and v, each in its array's shape and dtype."""
+    """Gradients of q, k and v, each of its array's shape and of out_dtype or the array's."""
     batch, q_heads, q_seq, _ = q.shape
     kv_heads, kv_seq = k.shape[1:3]
     tile = tiles.dq
@@ -382,7 +382,10 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         kv_seq,
         q_heads,
         kv_heads,
-        outputs=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
+        outputs=(
+            jax.ShapeDtypeStruct(q.shape, operands.out_dtype or q.dtype),
+            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
+        ),
         grid=(triton.cdiv(q_seq, tile.block_q) * q_heads * batch,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -404,7 +407,10 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         kv_seq,
         q_heads,
         kv_heads,
-        outputs=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        outputs=(
+            jax.ShapeDtypeStruct(k.shape, operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct(v.shape, operands.out_dtype or v.dtype),
+        ),
         grid=(triton.cdiv(kv_seq, tile.block_kv) * kv_heads * batch,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

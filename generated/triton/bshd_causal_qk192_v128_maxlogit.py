@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_causal_qk192_v128_maxlogit
-# digest: 772300da24d6e45a
+# digest: 6846fe460ce8d20b
 """Causal attention, arrays [batch, seq, heads, dim], head dims 192 and 128.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -392,7 +392,7 @@ def forward(q, k, v, operands, tiles):
 
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
-    """Gradients of q, k and v, each in its array's shape and dtype."""
+    """Gradients of q, k and v, each of its array's shape and of out_dtype or the array's."""
     batch, q_seq, q_heads, _ = q.shape
     kv_seq, kv_heads = k.shape[1:3]
     tile = tiles.dq
@@ -411,7 +411,10 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         kv_seq,
         q_heads,
         kv_heads,
-        outputs=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
+        outputs=(
+            jax.ShapeDtypeStruct(q.shape, operands.out_dtype or q.dtype),
+            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
+        ),
         grid=(triton.cdiv(q_seq, tile.block_q) * q_heads * batch,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -432,7 +435,10 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         kv_seq,
         q_heads,
         kv_heads,
-        outputs=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        outputs=(
+            jax.ShapeDtypeStruct(k.shape, operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct(v.shape, operands.out_dtype or v.dtype),
+        ),
         grid=(triton.cdiv(kv_seq, tile.block_kv) * kv_heads * batch,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/kv_full_qk64_v64
-# digest: 1631c2b8eedd57aa
+# digest: 07d633529256630d
 """Full attention, key and value in one array [batch, seq, heads, dim], head dim 64.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -311,7 +311,7 @@ def forward(q, kv, operands, tiles):
 
 
 def backward(q, kv, out, lse, dout, dlse, operands, tiles):
-    """Gradients of q and kv, each in its array's shape and dtype."""
+    """Gradients of q and kv, each of its array's shape and of out_dtype or the array's."""
     batch, q_seq, q_heads, _ = q.shape
     kv_seq, kv_heads = kv.shape[1], kv.shape[2] // 2
     tile = tiles.dq
@@ -328,7 +328,10 @@ def backward(q, kv, out, lse, dout, dlse, operands, tiles):
         kv_seq,
         q_heads,
         kv_heads,
-        outputs=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
+        outputs=(
+            jax.ShapeDtypeStruct(q.shape, operands.out_dtype or q.dtype),
+            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
+        ),
         grid=(triton.cdiv(q_seq, tile.block_q) * q_heads * batch,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -347,7 +350,7 @@ def backward(q, kv, out, lse, dout, dlse, operands, tiles):
         kv_seq,
         q_heads,
         kv_heads,
-        outputs=(jax.ShapeDtypeStruct(kv.shape, kv.dtype),),
+        outputs=(jax.ShapeDtypeStruct(kv.shape, operands.out_dtype or kv.dtype),),
         grid=(triton.cdiv(kv_seq, tile.block_kv) * kv_heads * batch,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

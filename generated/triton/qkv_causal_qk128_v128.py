@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/qkv_causal_qk128_v128
-# digest: 1ecddf9e005b8618
+# digest: 817a15a6a9abebec
 """Causal attention, query, key and value in one array [batch, seq, heads, dim], head dim 128.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -339,7 +339,7 @@ def forward(qkv, operands, tiles):
 
 
 def backward(qkv, out, lse, dout, dlse, operands, tiles):
-    """Gradients of qkv, each in its array's shape and dtype."""
+    """Gradients of qkv, each of its array's shape and of out_dtype or the array's."""
     batch, q_seq, heads, _ = qkv.shape
     kv_seq, kv_heads = q_seq, operands.heads_of_kv
     q_heads = heads - 2 * kv_heads
@@ -357,7 +357,10 @@ def backward(qkv, out, lse, dout, dlse, operands, tiles):
         kv_seq,
         q_heads,
         kv_heads,
-        outputs=(jax.ShapeDtypeStruct(qkv.shape, qkv.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
+        outputs=(
+            jax.ShapeDtypeStruct(qkv.shape, operands.out_dtype or qkv.dtype),
+            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
+        ),
         grid=(triton.cdiv(q_seq, tile.block_q) * q_heads * batch,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

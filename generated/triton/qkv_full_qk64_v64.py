@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/qkv_full_qk64_v64
-# digest: ce9f8cae754ee352
+# digest: 657ab5ded0160a46
 """Full attention, query, key and value in one array [batch, seq, heads, dim], head dim 64.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -314,7 +314,7 @@ def forward(qkv, operands, tiles):
 
 
 def backward(qkv, out, lse, dout, dlse, operands, tiles):
-    """Gradients of qkv, each in its array's shape and dtype."""
+    """Gradients of qkv, each of its array's shape and of out_dtype or the array's."""
     batch, q_seq, heads, _ = qkv.shape
     kv_seq, kv_heads = q_seq, operands.heads_of_kv
     q_heads = heads - 2 * kv_heads
@@ -331,7 +331,10 @@ def backward(qkv, out, lse, dout, dlse, operands, tiles):
         kv_seq,
         q_heads,
         kv_heads,
-        outputs=(jax.ShapeDtypeStruct(qkv.shape, qkv.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
+        outputs=(
+            jax.ShapeDtypeStruct(qkv.shape, operands.out_dtype or qkv.dtype),
+            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
+        ),
         grid=(triton.cdiv(q_seq, tile.block_q) * q_heads * batch,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
