@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk32_v32_bias
-# digest: 9d16640c846d85af
+# digest: 65c793f76af56e24
 """Full attention, arrays [batch, seq, heads, dim], head dim 32.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -283,7 +283,9 @@ def dkv_kernel(
     v = tl.load(v_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
     whole = q_seq // block_q * block_q
 
-    bias_tile = kv_offsets[:, None] * bias_column + q_offsets[None, :] * bias_stride
+    # Matrices are read row by row, as they lie, and their tiles transposed afterwards.
+    in_columns_across = (columns < kv_seq)[None, :]
+    bias_tile = q_offsets[:, None] * bias_stride + kv_offsets[None, :] * bias_column
     scale_2 = scale * LOG2_E
     dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)
@@ -301,7 +303,7 @@ def dkv_kernel(
             lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
             bias_at = matrix_row(bias_ptr, batch, head, start, bias_share, bias_heads, bias_rows, bias_width)
             scores = tl.dot(k, q.T, input_precision=precision)
-            bias = tl.load(bias_at + kv_start * bias_column + bias_tile, mask=in_columns, other=0.0)
+            bias = tl.load(bias_at + kv_start * bias_column + bias_tile, mask=in_columns_across, other=0.0).T
             scores = scores * scale_2 + bias.to(tl.float32) * LOG2_E
             weights = tl.exp2(scores - lse_2[None, :])
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
@@ -313,7 +315,7 @@ def dkv_kernel(
         for start in tl.range(whole, q_seq, block_q, disable_licm=True):  # the tail
             rows = start + q_offsets
             inside = (rows < q_seq)[:, None]
-            in_tile = in_columns & (rows < q_seq)[None, :]
+            in_tile = (rows < q_seq)[:, None] & in_columns_across
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             q = tl.load(q_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
@@ -324,7 +326,7 @@ def dkv_kernel(
             lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
             bias_at = matrix_row(bias_ptr, batch, head, start, bias_share, bias_heads, bias_rows, bias_width)
             scores = tl.dot(k, q.T, input_precision=precision)
-            bias = tl.load(bias_at + kv_start * bias_column + bias_tile, mask=in_tile, other=0.0)
+            bias = tl.load(bias_at + kv_start * bias_column + bias_tile, mask=in_tile, other=0.0).T
             scores = scores * scale_2 + bias.to(tl.float32) * LOG2_E
             weights = tl.exp2(scores - lse_2[None, :])
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)

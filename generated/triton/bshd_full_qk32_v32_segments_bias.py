@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk32_v32_segments_bias
-# digest: f55e6b5d3a8f1761
+# digest: c3d9561b32731f1b
 """Full attention within segments, arrays [batch, seq, heads, dim], head dim 32.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -356,7 +356,9 @@ def dkv_kernel(
     far_first = tl.maximum(whole_first, whole_last)
     far = tl.cdiv(tl.maximum(last - far_first, 0), block_q)
 
-    bias_tile = kv_offsets[:, None] * bias_column + q_offsets[None, :] * bias_stride
+    # Matrices are read row by row, as they lie, and their tiles transposed afterwards.
+    in_columns_across = (columns < kv_seq)[None, :]
+    bias_tile = q_offsets[:, None] * bias_stride + kv_offsets[None, :] * bias_column
     scale_2 = scale * LOG2_E
     dk = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)
@@ -374,7 +376,7 @@ def dkv_kernel(
             lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
             bias_at = matrix_row(bias_ptr, batch, head, start, bias_share, bias_heads, bias_rows, bias_width)
             scores = tl.dot(k, q.T, input_precision=precision)
-            bias = tl.load(bias_at + kv_start * bias_column + bias_tile, mask=in_columns, other=0.0)
+            bias = tl.load(bias_at + kv_start * bias_column + bias_tile, mask=in_columns_across, other=0.0).T
             scores = scores * scale_2 + bias.to(tl.float32) * LOG2_E
             weights = tl.exp2(scores - lse_2[None, :])
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
@@ -390,7 +392,7 @@ def dkv_kernel(
                 rows = start + q_offsets
                 q_ids = tl.load(q_ids_ptr + batch * q_seq + rows, mask=rows < q_seq, other=-1)
                 inside = (q_ids > 0)[:, None]  # padding may hold anything, and 0 * NaN is NaN
-                in_tile = in_columns & (rows < q_seq)[None, :]
+                in_tile = (rows < q_seq)[:, None] & in_columns_across
                 q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
                 dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
                 q = tl.load(q_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
@@ -401,7 +403,7 @@ def dkv_kernel(
                 lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
                 bias_at = matrix_row(bias_ptr, batch, head, start, bias_share, bias_heads, bias_rows, bias_width)
                 scores = tl.dot(k, q.T, input_precision=precision)
-                bias = tl.load(bias_at + kv_start * bias_column + bias_tile, mask=in_tile, other=0.0)
+                bias = tl.load(bias_at + kv_start * bias_column + bias_tile, mask=in_tile, other=0.0).T
                 scores = scores * scale_2 + bias.to(tl.float32) * LOG2_E
                 weights = tl.exp2(scores - lse_2[None, :])
                 keep = q_ids[None, :] == kv_ids[:, None]

@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk64_v64_dense
-# digest: 26800f583051681b
+# digest: e44af36d85488bc0
 """Full attention, arrays [batch, seq, heads, dim], head dim 64.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -255,7 +255,9 @@ def dkv_kernel(
     k = tl.load(k_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
     v = tl.load(v_rows + kv_tile, mask=in_columns, other=0.0)  # [block_kv, HEAD_DIM]
 
-    dense_tile = kv_offsets[:, None] * dense_column + q_offsets[None, :] * dense_stride
+    # Matrices are read row by row, as they lie, and their tiles transposed afterwards.
+    in_columns_across = (columns < kv_seq)[None, :]
+    dense_tile = q_offsets[:, None] * dense_stride + kv_offsets[None, :] * dense_column
     # exp(scale * scores - lse) = exp2(scale_2 * (scores - lse / scale)): the products start from what is subtracted,
     # which costs no register. Hoisting the loops' invariants would, so that is off.
     scale_2, inverse_scale = scale * LOG2_E, 1.0 / scale
@@ -266,7 +268,7 @@ def dkv_kernel(
         for start in tl.range(0, q_seq, block_q, disable_licm=True):
             rows = start + q_offsets
             inside = (rows < q_seq)[:, None]
-            in_tile = in_columns & (rows < q_seq)[None, :]
+            in_tile = (rows < q_seq)[:, None] & in_columns_across
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             q = tl.load(q_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
@@ -279,7 +281,7 @@ def dkv_kernel(
             scores = tl.dot(k, q.T, scores, input_precision=precision)
             weights = tl.exp2(scores * scale_2)
             dense_at = matrix_row(dense_ptr, batch, head, start, dense_share, dense_heads, dense_rows, dense_width)
-            shown = tl.load(dense_at + kv_start * dense_column + dense_tile, mask=in_tile, other=0)
+            shown = tl.load(dense_at + kv_start * dense_column + dense_tile, mask=in_tile, other=0).T
             keep = shown
             weights = tl.where(keep, weights, 0.0)
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)

@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_window_qk256_v256_softcap
-# digest: 2192c0163332b916
+# digest: c51824c0294b8d38
 """Sliding-window attention, arrays [batch, seq, heads, dim], head dim 256.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -33,18 +33,38 @@ def row_of(ptr, batch, head, row, seq, heads, dim: tl.constexpr):
 
 
 @triton.jit
-def tanh_of_base_2(x):
-    """tanh(x / 2 * log(2)), off by no more than a rounding of 1, and no NaN where the power overflows."""
-    return 1.0 - 2.0 / (tl.exp2(x) + 1.0)
+def halves(x):
+    """The left and the right half of a tile."""
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
 
 
 @triton.jit
-def accumulate(scores, v, acc, row_max, row_sum, precision: tl.constexpr):
+def from_halves(left, right):
+    """The tile with these halves."""
+    return tl.reshape(tl.permute(tl.join(left, right), [0, 2, 1]), [left.shape[0], 2 * left.shape[1]])
+
+
+@triton.jit
+def tanh_of_base_2(x):
+    """tanh(x / 2 * log(2)), off by no more than a few roundings of 1.
+
+    Such a kernel waits for the unit of special functions. A quotient costs it one operation for each element, the inverse
+    root of a product of two, squared, one for both.
+    """
+    # From 60 on the result is 1, and the product of two such powers is still a number.
+    left, right = halves(tl.exp2(tl.minimum(x, 60.0)) + 1.0)
+    root = tl.rsqrt(left * right)
+    twice = 2.0 * root * root
+    return 1.0 - from_halves(twice * right, twice * left)
+
+
+@triton.jit
+def accumulate(scores, v, acc, row_max, row_sum, scale, precision: tl.constexpr):
     """One block of keys into each row's running softmax, in base 2."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     # A row that has seen no key yet has maximum -inf, and -inf - -inf is no number.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - shift[:, None])  # [block_q, block_kv]
+    weights = tl.exp2(scores * scale - shift[:, None])  # [block_q, block_kv]
     correction = tl.exp2(row_max - shift)
     row_sum = row_sum * correction + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision=precision)
@@ -105,8 +125,8 @@ def forward_kernel(
         k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile)  # [block_kv, HEAD_DIM]
         scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        scores = softcap_2 * tanh_of_base_2(scores * to_tanh)
-        acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, precision)
+        scores = tanh_of_base_2(scores * to_tanh)
+        acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, softcap_2, precision)
 
     # The blocks that need a mask lie on both sides of those.
     near = tl.cdiv(tl.maximum(tl.minimum(whole_first, last) - first, 0), block_kv)
@@ -121,12 +141,12 @@ def forward_kernel(
         k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        scores = softcap_2 * tanh_of_base_2(scores * to_tanh)
+        scores = tanh_of_base_2(scores * to_tanh)
         keep = (columns < kv_seq)[None, :]
         keep &= columns[None, :] >= rows[:, None] + lower
         keep &= columns[None, :] <= rows[:, None] + upper
         scores = tl.where(keep, scores, float("-inf"))
-        acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, precision)
+        acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, softcap_2, precision)
 
     seen = row_sum > 0  # a row that saw no key gives 0, and lse -inf
     row_sum = tl.where(seen, row_sum, 1.0)
@@ -310,7 +330,7 @@ def dkv_kernel(
             lse = tl.load(lse_ptr + row_of_head + rows)
             lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
             scores = tl.dot(k, q.T, input_precision=precision)
-            scores = softcap_2 * tanh_of_base_2(scores * to_tanh)
+            scores = tanh_of_base_2(scores * to_tanh)
             weights = tl.exp2(scores - lse_2[None, :])
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
 
@@ -326,7 +346,7 @@ def dkv_kernel(
             lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
             lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
             scores = tl.dot(k, q.T, input_precision=precision)
-            scores = softcap_2 * tanh_of_base_2(scores * to_tanh)
+            scores = tanh_of_base_2(scores * to_tanh)
             weights = tl.exp2(scores - lse_2[None, :])
             keep = columns[:, None] >= rows[None, :] + lower
             keep &= columns[:, None] <= rows[None, :] + upper
