@@ -57,11 +57,11 @@ def tile_visibility(
     return blocks.seen, tile_map
 
 
-def visited_lists(tile_map: TileMap, *, of: str) -> Int32[Array, "entries heads blocks others+2"]:
+def visited_lists(tile_map: TileMap, *, of: str) -> Int32[Array, "entries heads blocks others+3"]:
     """For each block of one side (`of`: "q" or "kv") the blocks of the other that it visits.
 
     First how many are visible as a whole, and lie inside the sequence, then how many others are visited; then their
-    numbers in that order; then the hidden ones.
+    numbers in that order; then the hidden ones, and one number more, since the kernels read one step ahead.
     """
     some = tile_map.some
     full = tile_map.kv_full[None, :] if of == "q" else tile_map.q_full[:, None]
@@ -70,7 +70,7 @@ def visited_lists(tile_map: TileMap, *, of: str) -> Int32[Array, "entries heads 
         some, whole = jnp.swapaxes(some, 2, 3), jnp.swapaxes(whole, 2, 3)
     counts = jnp.stack([jnp.sum(whole, -1), jnp.sum(some & ~whole, -1)], -1)
     order = jnp.argsort(jnp.where(whole, 0, jnp.where(some, 1, 2)), axis=-1, stable=True)
-    return jnp.concatenate([counts.astype(jnp.int32), order.astype(jnp.int32)], -1)
+    return jnp.concatenate([counts, order, jnp.zeros_like(counts[..., :1])], -1, dtype=jnp.int32)
 
 
 def _on_tiles(blocks: BlockOperands, q_seq: int, kv_seq: int, tile: Tile) -> tuple[Array, Array]:

@@ -304,7 +304,7 @@ def test_lists_hold_the_visited_tiles(bounds, size, random_key):
                     some.add(other)
                 if not cut and padded[entry, 0][part][real[part]].all():
                     whole.add(other)
-            wholes, partials, *numbers = lists[entry, 0, block].tolist()
+            wholes, partials, *numbers, _ = lists[entry, 0, block].tolist()
             assert set(numbers[:wholes]) == whole
             partial = set(numbers[wholes : wholes + partials])
             # Where the map cuts through a tile, what it shows there may lie outside the band: visited in vain.

@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_causal_qk128_v128_blocks
-# digest: 985bf9bc1e71961a
+# digest: 097b21a19a4841bc
 """Causal attention, arrays [batch, seq, heads, dim], head dim 128.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -105,10 +105,12 @@ def forward_kernel(
     row_sum = tl.zeros([block_q], tl.float32)
 
     # The blocks that every row sees all of, then those of which some row sees some.
-    visits = matrix_row(visits_ptr, batch, head, q_block, seen_share, seen_heads, q_blocks, kv_blocks + 2)
+    visits = matrix_row(visits_ptr, batch, head, q_block, seen_share, seen_heads, q_blocks, kv_blocks + 3)
     whole, partial = tl.load(visits), tl.load(visits + 1)
+    kv_block = tl.load(visits + 2)
     for index in range(0, whole):
-        start = tl.load(visits + 2 + index) * block_kv
+        start = kv_block * block_kv
+        kv_block = tl.load(visits + 3 + index)  # of the next step, which then need not wait for it
         k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
@@ -117,7 +119,8 @@ def forward_kernel(
         acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
 
     for index in range(whole, whole + partial):
-        start = tl.load(visits + 2 + index) * block_kv
+        start = kv_block * block_kv
+        kv_block = tl.load(visits + 3 + index)
         columns = start + kv_offsets
         inside = (columns < kv_seq)[:, None]
         in_tile = in_rows & (columns < kv_seq)[None, :]
@@ -211,10 +214,12 @@ def dq_kernel(
     dq = tl.zeros([block_q, HEAD_DIM], tl.float32)
 
     # The blocks that every row sees all of, then those of which some row sees some.
-    visits = matrix_row(visits_ptr, batch, head, q_block, seen_share, seen_heads, q_blocks, kv_blocks + 2)
+    visits = matrix_row(visits_ptr, batch, head, q_block, seen_share, seen_heads, q_blocks, kv_blocks + 3)
     whole, partial = tl.load(visits), tl.load(visits + 1)
+    kv_block = tl.load(visits + 2)
     for index in range(0, whole):
-        start = tl.load(visits + 2 + index) * block_kv
+        start = kv_block * block_kv
+        kv_block = tl.load(visits + 3 + index)  # of the next step, which then need not wait for it
         k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile)  # [block_kv, HEAD_DIM]
@@ -226,7 +231,8 @@ def dq_kernel(
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=precision)
 
     for index in range(whole, whole + partial):
-        start = tl.load(visits + 2 + index) * block_kv
+        start = kv_block * block_kv
+        kv_block = tl.load(visits + 3 + index)
         columns = start + kv_offsets
         inside = (columns < kv_seq)[:, None]
         in_tile = in_rows & (columns < kv_seq)[None, :]
@@ -308,10 +314,12 @@ def dkv_kernel(
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
         row_of_head = (batch * q_heads + head) * q_seq
-        visits = matrix_row(visits_ptr, batch, head, kv_block, seen_share, seen_heads, kv_blocks, q_blocks + 2)
+        visits = matrix_row(visits_ptr, batch, head, kv_block, seen_share, seen_heads, kv_blocks, q_blocks + 3)
         whole, partial = tl.load(visits), tl.load(visits + 1)
+        q_block = tl.load(visits + 2)
         for index in tl.range(0, whole, disable_licm=True):
-            start = tl.load(visits + 2 + index) * block_q
+            start = q_block * block_q
+            q_block = tl.load(visits + 3 + index)  # of the next step, which then need not wait for it
             rows = start + q_offsets
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
@@ -332,7 +340,8 @@ def dkv_kernel(
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=precision)
 
         for index in tl.range(whole, whole + partial, disable_licm=True):
-            start = tl.load(visits + 2 + index) * block_q
+            start = q_block * block_q
+            q_block = tl.load(visits + 3 + index)
             rows = start + q_offsets
             inside = (rows < q_seq)[:, None]
             in_tile = in_columns & (rows < q_seq)[None, :]

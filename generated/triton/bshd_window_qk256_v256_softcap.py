@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_window_qk256_v256_softcap
-# digest: c51824c0294b8d38
+# digest: 3c35def34f6093ca
 """Sliding-window attention, arrays [batch, seq, heads, dim], head dim 256.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -46,15 +46,22 @@ def from_halves(left, right):
 
 @triton.jit
 def tanh_of_base_2(x):
-    """tanh(x / 2 * log(2)), off by no more than a few roundings of 1.
+    """tanh(x / 2 * log(2)) = 1 - 2 / (exp2(x) + 1), off by no more than a few roundings of 1.
 
-    Such a kernel waits for the unit of special functions. A quotient costs it one operation for each element, the inverse
-    root of a product of two, squared, one for both.
+    Such a kernel waits for the unit of special functions. It finds the inverse root of a product of four elements, and
+    multiplications make their inverses of that. Four quarters of a row lie in one thread, unless the row is short.
     """
-    # From 60 on the result is 1, and the product of two such powers is still a number.
-    left, right = halves(tl.exp2(tl.minimum(x, 60.0)) + 1.0)
-    root = tl.rsqrt(left * right)
-    twice = 2.0 * root * root
+    # From 30 on the result is 1, and the product of four such powers is still a number.
+    left, right = halves(tl.exp2(tl.minimum(x, 30.0)) + 1.0)
+    both = left * right
+    if both.shape[1] >= 16:
+        first, second = halves(both)
+        root = tl.rsqrt(first * second)
+        twice = 2.0 * root * root
+        twice = from_halves(twice * second, twice * first)
+    else:
+        root = tl.rsqrt(both)
+        twice = 2.0 * root * root
     return 1.0 - from_halves(twice * right, twice * left)
 
 
