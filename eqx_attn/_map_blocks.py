@@ -9,14 +9,12 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from ._map_words import bits_of_keys, words_of_map
 from ._operands import BlockOperands
 from ._score_blocks import score_blocks, ScoreBlocks
-
-_BITS = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,21 +45,10 @@ def map_blocks(
     blocks: BlockOperands, batch: int, q_seq: int, kv_seq: int, block_q: int, block_kv: int
 ) -> tuple[WordBlocks, ScoreBlocks]:
     """The words of the queries, and for each key which bit of its tile's words is its own."""
-    key = np.arange(kv_seq)
-    first = key // block_kv * block_kv // blocks.columns  # of a key's tile
-    bit = key // blocks.columns - first
-    starts = np.arange(0, kv_seq, block_kv)
-    words = -(-(int(bit.max()) + 1) // _BITS)
-    number = starts[:, None] // blocks.columns + np.arange(words * _BITS)  # [kv_blocks, bits]
-    seen = blocks.seen[..., np.minimum(number, blocks.seen.shape[3] - 1)]
-    seen = seen.reshape(*seen.shape[:-1], words, _BITS).astype(jnp.uint32)
-    packed = jnp.sum(
-        seen << jnp.arange(_BITS, dtype=jnp.uint32).reshape(1, 1, 1, 1, 1, _BITS), axis=-1, dtype=jnp.uint32
-    )
-    packed = lax.bitcast_convert_type(packed, jnp.int32)  # [entries, heads, q_blocks of the map, kv_blocks, words]
-    packed = jnp.moveaxis(packed[:, :, np.arange(q_seq) // blocks.rows], 2, 4)
-    bits = jnp.asarray(bit, jnp.int32)[None, None, None]
-    return WordBlocks(batch, block_q, packed), score_blocks(bits, batch, block_q, block_kv)
+    bits = jnp.asarray(bits_of_keys(blocks.columns, kv_seq, block_kv), jnp.int32)[None, None, None]
+    words = words_of_map(blocks.seen, blocks.columns, kv_seq, block_kv)
+    words = jnp.moveaxis(words[:, :, np.arange(q_seq) // blocks.rows], 2, 4)
+    return WordBlocks(batch, block_q, words), score_blocks(bits, batch, block_q, block_kv)
 
 
 def has_bit(words: Array, bits: Array) -> Array:

@@ -62,13 +62,11 @@ def _option_tiles(spec: KernelSpec, dim: int, hopper: bool) -> Tiles:
     if not hopper:
         return _OPTION_TILES[32 if max(spec.qk_dim, spec.v_dim) <= 32 else dim]
     if dim == 64:
-        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2))
+        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(128, 64, 4, 1))
     if dim == 256:
         return Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(16, 64, 4, 3))
-    if spec.blocks:
-        return Tiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3))
     if spec.bias:
-        return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3), Tile(64, 64, 4, 2))
+        return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3), Tile(128, 128, 8, 1))
     return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(16 if spec.softcap else 32, 64, 4, 3))
 
 

@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk128_v128_blocks
-# digest: a6b8c928d1538644
+# digest: 023f99a8b99969b0
 """Full attention, arrays [batch, seq, heads, dim], head dim 128.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from eqx_attn._device import dot_precision, matrix_shape, tile_visibility, triton_call, visited_lists
+from eqx_attn._device import dot_precision, tile_visibility, triton_call, visited_lists, words_of_map
 
 SPEC = "triton/bshd_full_qk128_v128_blocks"
 
@@ -40,6 +40,15 @@ def matrix_row(ptr, batch, head, row, share, heads, rows, width):
 
 
 @triton.jit
+def in_map(words_ptr, bits, in_rows, words: tl.constexpr):
+    """Whether the map shows each key, whose bit is given, to each query, whose words are. One word, unless the map is fine."""
+    word = tl.load(words_ptr, mask=in_rows, other=0)
+    for number in tl.static_range(1, words):
+        word = tl.where(bits >> 5 == number, tl.load(words_ptr + number, mask=in_rows, other=0), word)
+    return (word >> (bits & 31)) & 1 == 1
+
+
+@triton.jit
 def accumulate(scores, v, acc, row_max, row_sum, scale, precision: tl.constexpr):
     """One block of keys into each row's running softmax, in base 2."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -58,12 +67,10 @@ def forward_kernel(
     k_ptr,
     v_ptr,
     visits_ptr,
-    seen_ptr,
-    seen_share,
-    seen_heads,
-    seen_rows,
-    seen_width,
-    seen_stride,
+    words_ptr,
+    map_share,
+    map_heads,
+    map_height,
     scale,
     q_seq,
     kv_seq,
@@ -73,8 +80,9 @@ def forward_kernel(
     lse_ptr,
     block_q: tl.constexpr,
     block_kv: tl.constexpr,
-    seen_block_q: tl.constexpr,
-    seen_block_kv: tl.constexpr,
+    map_rows: tl.constexpr,
+    map_columns: tl.constexpr,
+    map_words: tl.constexpr,
     precision: tl.constexpr,
 ):
     """Output and lse of one block of queries of one head."""
@@ -98,13 +106,13 @@ def forward_kernel(
     q = tl.load(q_rows + q_tile, mask=in_rows, other=0.0)  # [block_q, HEAD_DIM]
 
     scale = scale * LOG2_E
-    seen_at = matrix_row(seen_ptr, batch, head, 0, seen_share, seen_heads, seen_rows, seen_width)
+    words_at = matrix_row(words_ptr, batch, head, 0, map_share, map_heads, map_height, kv_blocks * map_words)
     acc = tl.zeros([block_q, HEAD_DIM], tl.float32)
     row_max = tl.full([block_q], float("-inf"), tl.float32)
     row_sum = tl.zeros([block_q], tl.float32)
 
     # The blocks that every row sees all of, then those of which some row sees some.
-    visits = matrix_row(visits_ptr, batch, head, q_block, seen_share, seen_heads, q_blocks, kv_blocks + 3)
+    visits = matrix_row(visits_ptr, batch, head, q_block, map_share, map_heads, q_blocks, kv_blocks + 3)
     whole, partial = tl.load(visits), tl.load(visits + 1)
     kv_block = tl.load(visits + 2)
     for index in range(0, whole):
@@ -122,15 +130,16 @@ def forward_kernel(
         kv_block = tl.load(visits + 3 + index)
         columns = start + kv_offsets
         inside = (columns < kv_seq)[:, None]
-        in_tile = in_rows & (columns < kv_seq)[None, :]
         k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
-        seen_tile = (rows // seen_block_q)[:, None] * seen_stride + (columns // seen_block_kv)[None, :]
-        in_map = tl.load(seen_at + seen_tile, mask=in_tile, other=0)
-        keep = in_map
+        words = words_at + (rows // map_rows)[:, None] * (kv_blocks * map_words) + start // block_kv * map_words
+        bits = (columns // map_columns - start // map_columns)[None, :]
+        shown_blocks = in_map(words, bits, (rows < q_seq)[:, None], map_words)
+        keep = (columns < kv_seq)[None, :]
+        keep &= shown_blocks
         scores = tl.where(keep, scores, float("-inf"))
         acc, row_max, row_sum = accumulate(scores, v, acc, row_max, row_sum, scale, precision)
 
@@ -153,12 +162,10 @@ def dq_kernel(
     dout_ptr,
     dlse_ptr,
     visits_ptr,
-    seen_ptr,
-    seen_share,
-    seen_heads,
-    seen_rows,
-    seen_width,
-    seen_stride,
+    words_ptr,
+    map_share,
+    map_heads,
+    map_height,
     scale,
     q_seq,
     kv_seq,
@@ -168,8 +175,9 @@ def dq_kernel(
     delta_ptr,
     block_q: tl.constexpr,
     block_kv: tl.constexpr,
-    seen_block_q: tl.constexpr,
-    seen_block_kv: tl.constexpr,
+    map_rows: tl.constexpr,
+    map_columns: tl.constexpr,
+    map_words: tl.constexpr,
     precision: tl.constexpr,
 ):
     """Gradient of one block of queries of one head, and the delta that `dkv_kernel` reads."""
@@ -207,11 +215,11 @@ def dq_kernel(
     dout = dout.to(q.dtype)
 
     scale_2 = scale * LOG2_E
-    seen_at = matrix_row(seen_ptr, batch, head, 0, seen_share, seen_heads, seen_rows, seen_width)
+    words_at = matrix_row(words_ptr, batch, head, 0, map_share, map_heads, map_height, kv_blocks * map_words)
     dq = tl.zeros([block_q, HEAD_DIM], tl.float32)
 
     # The blocks that every row sees all of, then those of which some row sees some.
-    visits = matrix_row(visits_ptr, batch, head, q_block, seen_share, seen_heads, q_blocks, kv_blocks + 3)
+    visits = matrix_row(visits_ptr, batch, head, q_block, map_share, map_heads, q_blocks, kv_blocks + 3)
     whole, partial = tl.load(visits), tl.load(visits + 1)
     kv_block = tl.load(visits + 2)
     for index in range(0, whole):
@@ -232,16 +240,17 @@ def dq_kernel(
         kv_block = tl.load(visits + 3 + index)
         columns = start + kv_offsets
         inside = (columns < kv_seq)[:, None]
-        in_tile = in_rows & (columns < kv_seq)[None, :]
         k_rows = row_of(k_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         v_rows = row_of(v_ptr, batch, kv_head, start, kv_seq, kv_heads, HEAD_DIM)
         k = tl.load(k_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         v = tl.load(v_rows + kv_tile, mask=inside, other=0.0)  # [block_kv, HEAD_DIM]
         scores = tl.dot(q, k.T, input_precision=precision)  # [block_q, block_kv]
         weights = tl.exp2(scores * scale_2 - lse_2[:, None])
-        seen_tile = (rows // seen_block_q)[:, None] * seen_stride + (columns // seen_block_kv)[None, :]
-        in_map = tl.load(seen_at + seen_tile, mask=in_tile, other=0)
-        keep = in_map
+        words = words_at + (rows // map_rows)[:, None] * (kv_blocks * map_words) + start // block_kv * map_words
+        bits = (columns // map_columns - start // map_columns)[None, :]
+        shown_blocks = in_map(words, bits, (rows < q_seq)[:, None], map_words)
+        keep = (columns < kv_seq)[None, :]
+        keep &= shown_blocks
         weights = tl.where(keep, weights, 0.0)
         dweights = tl.dot(dout, v.T, input_precision=precision)
         dscores = weights * (dweights - delta[:, None])
@@ -259,12 +268,10 @@ def dkv_kernel(
     dout_ptr,
     delta_ptr,
     visits_ptr,
-    seen_ptr,
-    seen_share,
-    seen_heads,
-    seen_rows,
-    seen_width,
-    seen_stride,
+    words_ptr,
+    map_share,
+    map_heads,
+    map_height,
     scale,
     q_seq,
     kv_seq,
@@ -274,8 +281,9 @@ def dkv_kernel(
     dv_ptr,
     block_q: tl.constexpr,
     block_kv: tl.constexpr,
-    seen_block_q: tl.constexpr,
-    seen_block_kv: tl.constexpr,
+    map_rows: tl.constexpr,
+    map_columns: tl.constexpr,
+    map_words: tl.constexpr,
     precision: tl.constexpr,
 ):
     """Gradients of one block of keys and values, summed over the query heads that share their head."""
@@ -309,7 +317,7 @@ def dkv_kernel(
     dv = tl.zeros([block_kv, HEAD_DIM], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
         row_of_head = (batch * q_heads + head) * q_seq
-        visits = matrix_row(visits_ptr, batch, head, kv_block, seen_share, seen_heads, kv_blocks, q_blocks + 3)
+        visits = matrix_row(visits_ptr, batch, head, kv_block, map_share, map_heads, kv_blocks, q_blocks + 3)
         whole, partial = tl.load(visits), tl.load(visits + 1)
         q_block = tl.load(visits + 2)
         for index in tl.range(0, whole, disable_licm=True):
@@ -327,7 +335,7 @@ def dkv_kernel(
             scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
             scores = tl.dot(k, q.T, scores, input_precision=precision)
             weights = tl.exp2(scores * scale_2)
-            seen_at = matrix_row(seen_ptr, batch, head, 0, seen_share, seen_heads, seen_rows, seen_width)
+            words_at = matrix_row(words_ptr, batch, head, 0, map_share, map_heads, map_height, kv_blocks * map_words)
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
             dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
             dweights = tl.dot(v, dout.T, dweights, input_precision=precision)
@@ -339,7 +347,6 @@ def dkv_kernel(
             q_block = tl.load(visits + 3 + index)
             rows = start + q_offsets
             inside = (rows < q_seq)[:, None]
-            in_tile = in_columns & (rows < q_seq)[None, :]
             q_rows = row_of(q_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             dout_rows = row_of(dout_ptr, batch, head, start, q_seq, q_heads, HEAD_DIM)
             q = tl.load(q_rows + q_tile, mask=inside, other=0.0)  # [block_q, HEAD_DIM]
@@ -351,10 +358,11 @@ def dkv_kernel(
             scores = tl.broadcast_to(shift[None, :], [block_kv, block_q])
             scores = tl.dot(k, q.T, scores, input_precision=precision)
             weights = tl.exp2(scores * scale_2)
-            seen_at = matrix_row(seen_ptr, batch, head, 0, seen_share, seen_heads, seen_rows, seen_width)
-            seen_tile = (rows // seen_block_q)[None, :] * seen_stride + (columns // seen_block_kv)[:, None]
-            in_map = tl.load(seen_at + seen_tile, mask=in_tile, other=0)
-            keep = in_map
+            words_at = matrix_row(words_ptr, batch, head, 0, map_share, map_heads, map_height, kv_blocks * map_words)
+            words = words_at + (rows // map_rows)[None, :] * (kv_blocks * map_words) + kv_start // block_kv * map_words
+            bits = (columns // map_columns - kv_start // map_columns)[:, None]
+            shown_blocks = in_map(words, bits, (rows < q_seq)[None, :], map_words)
+            keep = shown_blocks
             weights = tl.where(keep, weights, 0.0)
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
             dweights = tl.broadcast_to(-delta[None, :], [block_kv, block_q])
@@ -372,6 +380,7 @@ def forward(q, k, v, operands, tiles):
     kv_seq, kv_heads = k.shape[1:3]
     tile = tiles.forward
     seen, tile_map = tile_visibility(operands, batch, q_seq, kv_seq, tile)
+    words = words_of_map(seen, operands.blocks.columns, kv_seq, tile.block_kv)
     out_shape = (batch, q_seq, q_heads, 128)
     return triton_call(
         forward_kernel,
@@ -379,8 +388,9 @@ def forward(q, k, v, operands, tiles):
         k,
         v,
         visited_lists(tile_map, of="q"),
-        seen,
-        *matrix_shape(seen, batch),
+        words,
+        batch // words.shape[0],
+        *words.shape[1:3],
         operands.scale,
         q_seq,
         kv_seq,
@@ -396,8 +406,9 @@ def forward(q, k, v, operands, tiles):
         constants=dict(
             block_q=tile.block_q,
             block_kv=tile.block_kv,
-            seen_block_q=operands.blocks.rows,
-            seen_block_kv=operands.blocks.columns,
+            map_rows=operands.blocks.rows,
+            map_columns=operands.blocks.columns,
+            map_words=words.shape[4],
             precision=dot_precision(),
         ),
     )
@@ -409,6 +420,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     kv_seq, kv_heads = k.shape[1:3]
     tile = tiles.dq
     seen, tile_map = tile_visibility(operands, batch, q_seq, kv_seq, tile)
+    words = words_of_map(seen, operands.blocks.columns, kv_seq, tile.block_kv)
     dq, delta = triton_call(
         dq_kernel,
         q,
@@ -419,8 +431,9 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         dout,
         dlse,
         visited_lists(tile_map, of="q"),
-        seen,
-        *matrix_shape(seen, batch),
+        words,
+        batch // words.shape[0],
+        *words.shape[1:3],
         operands.scale,
         q_seq,
         kv_seq,
@@ -436,13 +449,15 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         constants=dict(
             block_q=tile.block_q,
             block_kv=tile.block_kv,
-            seen_block_q=operands.blocks.rows,
-            seen_block_kv=operands.blocks.columns,
+            map_rows=operands.blocks.rows,
+            map_columns=operands.blocks.columns,
+            map_words=words.shape[4],
             precision=dot_precision(),
         ),
     )
     tile = tiles.dkv
     seen, tile_map = tile_visibility(operands, batch, q_seq, kv_seq, tile)
+    words = words_of_map(seen, operands.blocks.columns, kv_seq, tile.block_kv)
     dk, dv = triton_call(
         dkv_kernel,
         q,
@@ -452,8 +467,9 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         dout,
         delta,
         visited_lists(tile_map, of="kv"),
-        seen,
-        *matrix_shape(seen, batch),
+        words,
+        batch // words.shape[0],
+        *words.shape[1:3],
         operands.scale,
         q_seq,
         kv_seq,
@@ -469,8 +485,9 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
         constants=dict(
             block_q=tile.block_q,
             block_kv=tile.block_kv,
-            seen_block_q=operands.blocks.rows,
-            seen_block_kv=operands.blocks.columns,
+            map_rows=operands.blocks.rows,
+            map_columns=operands.blocks.columns,
+            map_words=words.shape[4],
             precision=dot_precision(),
         ),
     )

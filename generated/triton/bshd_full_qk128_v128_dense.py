@@ -1,11 +1,13 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk128_v128_dense
-# digest: 0562742c5814b851
+# digest: 5f5c7f0f041c9a42
 """Full attention, arrays [batch, seq, heads, dim], head dim 128.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
 arXiv:2307.08691): the forward keeps a running softmax over blocks of keys; the backward computes the scores again, once
 for the gradient of the queries and once for those of keys and values, without atomics.
+
+A boolean array says which keys a query may see; it is read by tile, and hides no block before that is loaded.
 """
 
 import math

@@ -1,11 +1,14 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk32_v32_bias
-# digest: 65c793f76af56e24
+# digest: 815f6b7c9013a04b
 """Full attention, arrays [batch, seq, heads, dim], head dim 32.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
 arXiv:2307.08691): the forward keeps a running softmax over blocks of keys; the backward computes the scores again, once
 for the gradient of the queries and once for those of keys and values, without atomics.
+
+A bias, an array whose axes may be 1, is added to the scores, and read by tile. Its gradient has a kernel of its own, which runs
+where it is asked for.
 """
 
 import math

@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_full_qk32_v32_segments_bias
-# digest: c3d9561b32731f1b
+# digest: 5667b452267d2a28
 """Full attention within segments, arrays [batch, seq, heads, dim], head dim 32.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -9,6 +9,9 @@ for the gradient of the queries and once for those of keys and values, without a
 
 A token sees only tokens of its own id. The smallest and the largest id of each block say, before anything
 is loaded, which blocks a block sees some of and which it sees all of.
+
+A bias, an array whose axes may be 1, is added to the scores, and read by tile. Its gradient has a kernel of its own, which runs
+where it is asked for.
 """
 
 import math
