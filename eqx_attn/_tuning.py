@@ -51,9 +51,8 @@ def _hopper_tiles(spec: KernelSpec, dim: int) -> Tiles:
             return Tiles(forward, dq, Tile(16, 64, 4, 3))
         spills = whole and spec.layout == Layout.BHSD  # 16 bytes with the narrower tile, there alone
         return Tiles(forward, dq, Tile(32, 128, 8, 3) if spills else Tile(32, 64, 4, 3))
-    forward = Tile(64, 32, 8 if spec.segments else 4, 2)
-    if spec.mask == MaskKind.FULL and not spec.segments:
-        forward = Tile(128, 64, 8, 2)
+    wide = spec.v_dim <= 128 or (spec.mask == MaskKind.FULL and not spec.segments)
+    forward = Tile(128, 64, 8, 2) if wide else Tile(128, 32, 8, 3)
     return Tiles(forward, Tile(128, 32, 8, 2), Tile(16, 64, 4, 3))
 
 
