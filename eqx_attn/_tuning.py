@@ -61,11 +61,13 @@ def _option_tiles(spec: KernelSpec, dim: int, hopper: bool) -> Tiles:
     if not hopper:
         return _OPTION_TILES[32 if max(spec.qk_dim, spec.v_dim) <= 32 else dim]
     if dim == 64:
-        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(128, 64, 4, 1))
+        return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(128, 128, 8, 1))
     if dim == 256:
         return Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(16, 64, 4, 3))
     if spec.bias:
-        return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3), Tile(128, 128, 8, 1))
+        tight = spec.segments or spec.mask == MaskKind.FULL  # in registers
+        dbias = Tile(128, 64, 8, 2) if tight else Tile(128, 128, 8, 1)
+        return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3), dbias)
     return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(16 if spec.softcap else 32, 64, 4, 3))
 
 
@@ -100,7 +102,7 @@ _BLACKWELL_SEGMENT_TILES = {
 _OPTION_TILES = {
     32: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
     64: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
-    128: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 1)),
+    128: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(16, 64, 8, 1)),
     256: Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
 }
 _PACKED_TILES = _OPTION_TILES | {
