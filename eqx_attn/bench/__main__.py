@@ -35,7 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
             from ._verify import verify
 
             return verify(
-                options.verify, options.jobs, options.interpret, options.float32, options.record, options.commit
+                options.verify,
+                options.jobs,
+                interpreted=options.interpret,
+                float32=options.float32,
+                record=options.record,
+                unrecorded=options.unrecorded,
+                given_commit=options.commit,
             )
         return _train_step(options) if options.train_step else _time(options)
     except (ValueError, OSError) as error:
@@ -158,6 +164,11 @@ def _parser() -> argparse.ArgumentParser:
 
     verifying = parser.add_argument_group("--verify")
     verifying.add_argument("--record", action="store_true", help="note what is right in generated/VERIFIED.json")
+    verifying.add_argument(
+        "--unrecorded",
+        action="store_true",
+        help="only kernels that generated/VERIFIED.json does not say are right on this device",
+    )
     cores = max(1, (os.cpu_count() or 2) - 2)
     verifying.add_argument(
         "--jobs", type=_positive, default=cores, metavar="N", help="processes that share a GPU (default: %(default)s)"

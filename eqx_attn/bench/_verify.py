@@ -34,10 +34,19 @@ class Verified:
     faults: list[str] = dataclasses.field(default_factory=list)
 
 
-def verify(glob: str, jobs: int, interpreted: bool, float32: bool, record: bool, given_commit: str | None) -> int:
+def verify(
+    glob: str,
+    jobs: int,
+    *,
+    interpreted: bool,
+    float32: bool,
+    record: bool,
+    unrecorded: bool,
+    given_commit: str | None,
+) -> int:
     """Verifies all matching kernels of this device, prints a table, and returns the exit status.
 
-    `float32` adds that dtype, whose exact products compile for minutes on a GPU; the interpreter always does it. Records
+    `unrecorded` leaves out those that `generated/VERIFIED.json` has for this device. `float32` adds that dtype, whose exact products compile for minutes on a GPU; the interpreter always does it. Records
     are written kernel by kernel, so that an interrupted run keeps what it has.
 
     **Raises:** `ValueError` if the device has no kernels, or none matches.
@@ -51,6 +60,11 @@ def verify(glob: str, jobs: int, interpreted: bool, float32: bool, record: bool,
         raise ValueError(
             f"--verify {glob} matches no checked-in kernel of {target}; python -m codegen --list shows them"
         )
+    if unrecorded:
+        names = [name for name in names if not _recorded(name)]
+        if not names:
+            print(f"every kernel that matches {glob} is recorded as right on {device_kind()}")
+            return 0
     # A TPU belongs to one process.
     jobs = 1 if interpreted or target == "pallas_tpu" else min(jobs, len(names))
     check = functools.partial(verify_spec, interpreted=interpreted, float32=float32)
@@ -168,6 +182,14 @@ def _table(results: dict[str, Verified], device: str) -> Table:
         if not result.errors:
             table.add_row(name, "-", *("-" for _ in NAMES), "[red]failed[/red]")
     return table
+
+
+def _recorded(name: str) -> bool:
+    """Whether `generated/VERIFIED.json` says that the kernel's present text is right on this device."""
+    folder = REPOSITORY / "generated"
+    records = _codegen_module("records").VERIFIED
+    digest = digests((folder / f"{name}.py").read_text())[1]
+    return device_kind() in records.lookup(records.read(folder), name, digest)
 
 
 def _record(name: str, result: Verified, known: set[str], measured: dict[str, Any]) -> None:
