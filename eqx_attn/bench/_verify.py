@@ -46,8 +46,9 @@ def verify(
 ) -> int:
     """Verifies all matching kernels of this device, prints a table, and returns the exit status.
 
-    `unrecorded` leaves out those that `generated/VERIFIED.json` has for this device. `float32` adds that dtype, whose exact products compile for minutes on a GPU; the interpreter always does it. Records
-    are written kernel by kernel, so that an interrupted run keeps what it has.
+    `unrecorded` leaves out those that `generated/VERIFIED.json` has for this device. `float32` adds that dtype, whose exact
+    products compile for minutes on a GPU; the interpreter always does it. Records are written kernel by kernel, so that an
+    interrupted run keeps what it has.
 
     **Raises:** `ValueError` if the device has no kernels, or none matches.
     """

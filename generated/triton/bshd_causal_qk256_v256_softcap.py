@@ -1,6 +1,6 @@
 # Generated from templates/triton/attention.py.jinja by python -m codegen; do not edit.
 # spec: triton/bshd_causal_qk256_v256_softcap
-# digest: a531d9e9e0d04875
+# digest: 20a4cc45e38b7042
 """Causal attention, arrays [batch, seq, heads, dim], head dim 256.
 
 Portable Triton for NVIDIA GPUs of capability 8.0 and up. The algorithm is FlashAttention-2's (Dao 2023,
@@ -318,7 +318,7 @@ def dkv_kernel(
             lse = tl.load(lse_ptr + row_of_head + rows)
             lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
             scores = tl.dot(k, q.T, input_precision=precision)
-            scores = tanh_of_base_2(scores * to_tanh)
+            scores = softcap_2 * tanh_of_base_2(scores * to_tanh)
             weights = tl.exp2(scores - lse_2[None, :])
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=precision)
 
@@ -334,7 +334,7 @@ def dkv_kernel(
             lse = tl.load(lse_ptr + row_of_head + rows, mask=rows < q_seq, other=float("-inf"))
             lse_2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
             scores = tl.dot(k, q.T, input_precision=precision)
-            scores = tanh_of_base_2(scores * to_tanh)
+            scores = softcap_2 * tanh_of_base_2(scores * to_tanh)
             weights = tl.exp2(scores - lse_2[None, :])
             keep = columns[:, None] <= rows[None, :] + upper
             weights = tl.where(keep, weights, 0.0)
