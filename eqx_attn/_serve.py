@@ -1,6 +1,7 @@
 """From checked arguments to a result: the mask planned, an implementation resolved, the call made."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from ._reference import reference_attention
 from ._resolve import resolve
 from ._validate import check_bias, check_dropout, check_sinks, check_softcap
 from ._vjp import attend, Learned, unpacked
+from .sharding._context import ContextParallel, mesh_of
+from .sharding._place import attend_placed, check_context, sizes_on_device
 
 
 class AttentionOutput(NamedTuple):
@@ -47,6 +50,7 @@ class Options:
     implementation: str | None = None
     deterministic: bool | None = None
     return_max_logit: bool = False
+    context: ContextParallel | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,30 +94,42 @@ def sizes_of(query, key, value, layout: str) -> Sizes:
 
 def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
     """The result of a call. `arrays` are in `layout`, a kernel's, with any batch axes."""
-    request, plan = prepare(sizes, layout, options)
+    mesh = None
+    if options.context is not None:
+        mesh = mesh_of(options.context, *arrays)
+        check_context(options, mesh, sizes)
+        arrays, layout = unpacked(arrays, layout, sizes.kv_heads), "bhsd" if layout == "bhsd" else "bshd"
+    request, plan = prepare(sizes, layout, options, mesh)
     call = resolve(request, options.implementation)
     scale = float(sizes.qk_dim**-0.5 if options.scale is None else options.scale)
     if scale <= 0:  # the kernels take the maximum of scores before they scale
         arrays, scale = _negated(arrays, scale, layout)
-    operands = call_operands(plan, scale, sizes, request.layout, options)
+    operands = call_operands(plan, scale, sizes, request.layout, options, mesh)
     learned = learned_of(options, sizes)
     arrays = tuple(jnp.reshape(x, (sizes.batch, *x.shape[-3:])) for x in arrays)
     if call.default.implementation == "reference":
         results = _reference(layout, arrays, dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks))
-    else:
+    elif mesh is None:
         results = attend(call, arrays, operands, learned)
+    else:
+        results = attend_placed(options, mesh, call, arrays, operands, learned)
     out, lse, *max_logit = (x.reshape(*sizes.batch_shape, *x.shape[1:]) for x in results)
     return AttentionOutput(out, lse, *(jax.lax.stop_gradient(jnp.max(x, axis=-1)) for x in max_logit))
 
 
-def prepare(sizes: Sizes, layout: str, options: Options) -> tuple[Request, MaskPlan]:
-    """What resolution looks at, and the mask in the kernels' terms."""
+def prepare(sizes: Sizes, layout: str, options: Options, mesh=None) -> tuple[Request, MaskPlan]:
+    """What resolution looks at, and the mask in the kernels' terms.
+
+    With a `mesh`, that of the options' context, the request is of what one device computes and the mask is of all of it.
+    """
     check_bias(options.bias)
     check_sinks(options.sinks, sizes.q_heads)
     check_softcap(options.softcap)
     check_dropout(options.dropout)
-    plan = plan_mask(options.mask, sizes.batch_shape, sizes.q_heads, sizes.q_seq, sizes.kv_seq)
-    plan = _without_idle_bounds(plan, sizes.q_seq, sizes.kv_seq)
+    order = None if mesh is None else options.context.order_on(mesh)
+    plan = plan_mask(options.mask, sizes.batch_shape, sizes.q_heads, sizes.q_seq, sizes.kv_seq, order)
+    if order is not None:
+        sizes = sizes_on_device(options.context.strategy, order, sizes)
     used = dict(
         segments=plan.segments is not None,
         blocks=plan.blocks is not None,
@@ -156,14 +172,14 @@ def operands_for(plan: MaskPlan, scale: float) -> Operands:
     )
 
 
-def call_operands(plan: MaskPlan, scale: float, sizes: Sizes, layout: str, options: Options) -> Operands:
+def call_operands(plan: MaskPlan, scale: float, sizes: Sizes, layout: str, options: Options, mesh=None) -> Operands:
     """`operands_for` with what the options of a call add."""
     return dataclasses.replace(
         operands_for(plan, scale),
         softcap=None if options.softcap is None else float(options.softcap),
         max_logit=options.return_max_logit,
         heads_of_kv=sizes.kv_heads if layout in ("qkv", "kv") else None,
-        **_dropout_operands(options, sizes),
+        **_dropout_operands(options, sizes, mesh),
     )
 
 
@@ -172,15 +188,18 @@ def _dropout_of(options: Options) -> Dropout | None:
     return options.dropout if options.dropout is not None and options.dropout.rate > 0 else None
 
 
-def _dropout_operands(options: Options, sizes: Sizes) -> dict:
+def _dropout_operands(options: Options, sizes: Sizes, mesh) -> dict:
     dropout = _dropout_of(options)
     if dropout is None:
         return {}
+    index = functools.partial(jnp.arange, dtype=jnp.int32)
+    if options.context is not None and mesh is not None:
+        index = options.context.order_on(mesh).positions
     return dict(
         dropout_rate=float(dropout.rate),
         dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads),
-        q_index=jnp.arange(sizes.q_seq, dtype=jnp.int32),
-        kv_index=jnp.arange(sizes.kv_seq, dtype=jnp.int32),
+        q_index=jnp.asarray(index(sizes.q_seq)),
+        kv_index=jnp.asarray(index(sizes.kv_seq)),
     )
 
 
@@ -200,15 +219,6 @@ def _negated(arrays, scale: float, layout: str):
     query, *others = arrays
     query, scale = (-query, -scale) if scale else (jnp.zeros_like(query), 1.0)
     return (query, *others), scale
-
-
-def _without_idle_bounds(plan: MaskPlan, q_seq: int, kv_seq: int) -> MaskPlan:
-    """Row numbers lie between -q_seq and kv_seq: a bound outside never hides a key, and its kernel need not ask."""
-    if plan.segments is not None:
-        return plan
-    lower = None if plan.lower is not None and plan.lower <= 1 - q_seq else plan.lower
-    upper = None if plan.upper is not None and plan.upper >= kv_seq - 1 else plan.upper
-    return dataclasses.replace(plan, lower=lower, upper=upper)
 
 
 def _mask_kind(plan: MaskPlan) -> str:

@@ -1,7 +1,8 @@
 """The custom gradient and the batching rule, written once for all implementations.
 
 From the outside in: a `custom_vjp`; around each direction a `custom_vmap`, whose rule folds the mapped axis into the batch
-and calls itself; inside, the dispatch on the platform that is lowered for.
+and calls itself; inside, where a sequence is spread over devices, the strategy of `sharding`; innermost, the dispatch on
+the platform that is lowered for.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from ._context import resume
 from ._dispatch import by_platform
 from ._kernels import load_kernel
 from ._operands import Operands, Tile
+from .sharding import _sharded
 
 Arrays = tuple[Array, ...]
 """Query, key and value, or fewer arrays where some of them are packed, in the order of `call.layout`."""
@@ -89,12 +91,18 @@ def _with(operands: Operands, learned: Learned) -> Operands:
 
 @functools.cache
 def _batched_forward(call: Call):
-    return _fold_mapped_axis(functools.partial(by_platform, call, _forward_on), gradients=False)
+    function = functools.partial(by_platform, call, _forward_on)
+    if call.placement is not None:
+        function = functools.partial(_sharded.forward, call.placement, call.layout, function)
+    return _fold_mapped_axis(function, gradients=False)
 
 
 @functools.cache
 def _batched_backward(call: Call):
-    return _fold_mapped_axis(functools.partial(by_platform, call, _backward_on), gradients=True)
+    function = functools.partial(by_platform, call, _backward_on)
+    if call.placement is not None:
+        function = functools.partial(_sharded.backward, call.placement, call.layout, function)
+    return _fold_mapped_axis(function, gradients=True)
 
 
 def _forward_on(call: Call, route: Route, arrays, operands):

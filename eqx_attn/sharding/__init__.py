@@ -1,0 +1,1 @@
+"""Attention on meshes: sequences over devices, and the orders in which devices hold them."""

@@ -1,0 +1,113 @@
+"""A call with a context: what one device computes, the lengths made equal, and the placement decided."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._masks import BlockSparse, Causal, Dense, Mask, parts, SlidingWindow
+from .._operands import Operands
+from .._vjp import attend, Learned
+from ._context import ContextParallel, Placement
+from ._dimensions import array_dimensions, Dimensions, map_operands, matrix_dimensions
+from ._order import Order
+
+
+def check_context(options: Any, mesh, sizes: Any) -> None:
+    """Raises ValueError where the sequences cannot be spread as the context says."""
+    context: ContextParallel = options.context
+    order = context.order_on(mesh)
+    if options.implementation == "reference":
+        raise ValueError(
+            f"implementation='reference' with context={context}: the reference computes all scores in one place; use 'xla', or "
+            "leave the context out"
+        )
+    for seq in (sizes.q_seq, sizes.kv_seq):
+        order.check(seq)
+
+
+def sizes_on_device(strategy: str, order: Order, sizes: Any) -> Any:
+    """The sizes of what one device computes at a time."""
+    devices = order.devices
+    return dataclasses.replace(
+        sizes, q_seq=order.padded(sizes.q_seq) // devices, kv_seq=order.padded(sizes.kv_seq) // devices
+    )
+
+
+def attend_placed(options: Any, mesh, call: Any, arrays, operands: Operands, learned: Learned) -> tuple[Array, ...]:
+    """`attend` of global arrays whose sequences are spread over the axis of the options' context."""
+    context: ContextParallel = options.context
+    order = context.order_on(mesh)
+    dimensions = array_dimensions(call.layout)
+    lengths = {
+        name: x.shape[names.index(name)] for name, x, names in zip(("q", "kv"), arrays, dimensions, strict=False)
+    }
+    padded = {name: order.padded(length) for name, length in lengths.items()}
+    pad = functools.partial(_padded, lengths, padded)
+    arrays = tuple(map(pad, arrays, dimensions))
+    everything = dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks)
+    everything = map_operands(pad, _dealt_blocks(everything, order, padded))
+    learned = Learned(everything.bias, everything.sinks)
+    operands = dataclasses.replace(everything, bias=None, sinks=None)
+    seen = None
+    if _positions_decide(options.mask):
+        visible = order.visible(padded["q"], padded["kv"], operands.lower, operands.upper)
+        seen = tuple(map(tuple, visible.tolist()))
+    placement = Placement(
+        context.axis,
+        order.devices,
+        context.strategy,
+        mesh,
+        order.summary_blocks(),
+        seen,
+        () if learned.bias is None else matrix_dimensions(learned.bias),
+    )
+    out, *rows = attend(dataclasses.replace(call, placement=placement), arrays, operands, learned)
+    if padded == lengths:
+        return out, *rows
+    out = jax.lax.slice_in_dim(out, 0, lengths["q"], axis=dimensions[0].index("q"))
+    return out, *(jax.lax.slice_in_dim(x, 0, lengths["q"], axis=2) for x in rows)
+
+
+def _positions_decide(mask: Mask) -> bool:
+    """Whether nothing but positions, which are known while tracing, decides which devices see each other's keys."""
+    return all(isinstance(part, Causal | SlidingWindow | Dense | BlockSparse) for part in parts(mask))
+
+
+def _padded(lengths: dict[str, int], padded: dict[str, int], x: Array, names: Dimensions) -> Array:
+    """`x` with padding tokens at the end: ids below 1, which differ between queries and keys, and zeros elsewhere."""
+    tokens = dict(q="q", rows="q", kv="kv", columns="kv")
+    widths = [(0, 0)] * x.ndim
+    for axis, name in enumerate(names):
+        token = tokens.get(name or "")
+        if token is not None and x.shape[axis] == lengths[token]:
+            widths[axis] = (0, padded[token] - lengths[token])
+    if not any(after for _, after in widths):
+        return x
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    return jnp.pad(x, widths, constant_values=(-1 if "q" in names else -2) if is_integer else 0)
+
+
+def _dealt_blocks(operands: Operands, order: Order, padded: dict[str, int]) -> Operands:
+    """A block map's rows and columns in the order of the arrays."""
+    blocks = operands.blocks
+    if blocks is None:
+        return operands
+    seen = blocks.seen
+    for token, size, axis in (("q", blocks.rows, 2), ("kv", blocks.columns, 3)):
+        run = order.run(padded[token])
+        if run % size:
+            raise ValueError(
+                f"BlockSparse has blocks of {size} {'queries' if token == 'q' else 'keys'}, and order={order.name!r} over "
+                f"{order.devices} devices divides them: it keeps {run} neighbours together, which is no multiple of {size}; "
+                "use smaller blocks" + (", or a stripe that is a multiple of them" if order.name == "striped" else "")
+            )
+        widths = [(0, 0)] * 4
+        widths[axis] = (0, padded[token] // size - seen.shape[axis])
+        seen = jnp.pad(seen, widths)
+        if order.name != "contiguous":
+            seen = jnp.take(seen, order.positions(padded[token])[::size] // size, axis=axis)
+    return dataclasses.replace(operands, blocks=dataclasses.replace(blocks, seen=seen))
