@@ -76,7 +76,11 @@ def plan_mask(
     banded = lower is not None or upper is not None
     if segments:
         tokens = _segment_tokens(segments[0], positional, batch_shape, q_seq, kv_seq, order)
-    elif any(isinstance(piece, PrefixLM | Chunked | Dilated) for piece in positional) or order is not None and (banded or order.padded(q_seq) > q_seq or order.padded(kv_seq) > kv_seq):
+    elif (
+        any(isinstance(piece, PrefixLM | Chunked | Dilated) for piece in positional)
+        or order is not None
+        and (banded or order.padded(q_seq) > q_seq or order.padded(kv_seq) > kv_seq)
+    ):
         tokens = _row_tokens(batch_shape, q_seq, kv_seq, order)
     else:
         tokens = None

@@ -55,6 +55,10 @@ class Order:
         """The length that is dealt: `seq`, or more where that cannot be dealt equally."""
         return -(-seq // self.multiple) * self.multiple
 
+    def pads(self, seq: int) -> bool:
+        """Whether that is more."""
+        return self.padded(seq) > seq
+
     def check(self, seq: int) -> None:
         """Raises ValueError where the length cannot be dealt."""
         # A length that no device can be given an equal share of is padded at its end, which only "contiguous" has.

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from .._masks import BlockSparse, Causal, Dense, Mask, parts, SlidingWindow
 from .._operands import Operands
 from .._vjp import attend, Learned
+from ._all_to_all import head_repeats
 from ._context import ContextParallel, Placement
 from ._dimensions import array_dimensions, Dimensions, map_operands, matrix_dimensions
 from ._order import Order
@@ -25,16 +26,26 @@ def check_context(options: Any, mesh, sizes: Any) -> None:
             f"implementation='reference' with context={context}: the reference computes all scores in one place; use 'xla', or "
             "leave the context out"
         )
+    if context.strategy == "all_to_all" and sizes.q_heads % order.devices:
+        raise ValueError(
+            f"strategy='all_to_all' gives each of the {order.devices} devices of axis {context.axis!r} an equal number of heads, "
+            f"and there are {sizes.q_heads} query heads: use strategy='ring' or 'all_gather'"
+        )
     for seq in (sizes.q_seq, sizes.kv_seq):
         order.check(seq)
 
 
 def sizes_on_device(strategy: str, order: Order, sizes: Any) -> Any:
     """The sizes of what one device computes at a time."""
-    devices = order.devices
-    return dataclasses.replace(
-        sizes, q_seq=order.padded(sizes.q_seq) // devices, kv_seq=order.padded(sizes.kv_seq) // devices
-    )
+    devices, q_seq, kv_seq = order.devices, order.padded(sizes.q_seq), order.padded(sizes.kv_seq)
+    if strategy == "all_to_all":
+        kv_heads = sizes.kv_heads * head_repeats(sizes.kv_heads, devices) // devices
+        return dataclasses.replace(
+            sizes, q_seq=q_seq, kv_seq=kv_seq, q_heads=sizes.q_heads // devices, kv_heads=kv_heads
+        )
+    if strategy == "ring":
+        kv_seq //= devices
+    return dataclasses.replace(sizes, q_seq=q_seq // devices, kv_seq=kv_seq)
 
 
 def attend_placed(options: Any, mesh, call: Any, arrays, operands: Operands, learned: Learned) -> tuple[Array, ...]:

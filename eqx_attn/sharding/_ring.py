@@ -21,9 +21,10 @@ from .._sinks import sinks_gradient
 from .._summaries import block_summary, visible_blocks
 from ._context import Placement
 from ._dimensions import map_operands, matrix_dimensions
+from ._wide import whole_bias_gradient, wide_dtype, with_wide_bias
 
 SHARDED = ("q", "kv", "rows")
-"""The dimensions that lie on the axis. Columns of a matrix of scores are all there, on each device."""
+"""The dimensions of operands that lie on the axis. Columns of a matrix of scores are all there, on each device."""
 
 _OF_KEYS = ("kv_ids", "kv_positions")
 
@@ -33,6 +34,7 @@ def forward(placement: Placement, layout: str, attend: Callable, arrays: tuple[A
     query, key, value = arrays
     moving = (key, value, _metadata_of_keys(operands))
     shifts, visible = _shifts(placement), _visible(placement, operands)
+    partial = dataclasses.replace(operands, sinks=None, out_dtype=wide_dtype(query))
     found = None
     for number, shift in enumerate(shifts):
         upcoming = moving
@@ -41,7 +43,7 @@ def forward(placement: Placement, layout: str, attend: Callable, arrays: tuple[A
 
         def hop(moving=moving, shift=shift):
             key, value, metadata = moving
-            return attend((query, key, value), _of_hop(placement, operands, metadata, shift))
+            return attend((query, key, value), _of_hop(placement, partial, metadata, shift))
 
         part = _where_visible(placement, visible, shift, hop, (0, -jnp.inf, -jnp.inf))
         found = part if found is None else _merged(found, part, layout)
@@ -69,6 +71,8 @@ def backward(
     query, key, value = arrays
     moving = (key, value, _metadata_of_keys(operands))
     shifts, visible = _shifts(placement), _visible(placement, operands)
+    partial = with_wide_bias(placement, operands, "rows", "columns")
+    partial = dataclasses.replace(partial, sinks=None, out_dtype=wide_dtype(query))
     dquery, returning, dbias = None, None, None
     for number, shift in enumerate(shifts):
         upcoming = moving
@@ -77,7 +81,7 @@ def backward(
 
         def hop(moving=moving, shift=shift):
             key, value, metadata = moving
-            return differentiate((query, key, value), _of_hop(placement, operands, metadata, shift), *rows)
+            return differentiate((query, key, value), _of_hop(placement, partial, metadata, shift), *rows)
 
         (dquery_part, *dkv), (dbias_part, _) = _where_visible(placement, visible, shift, hop, 0)
         dquery = dquery_part if dquery is None else dquery + dquery_part
@@ -89,29 +93,17 @@ def backward(
         moving = upcoming
     assert dquery is not None and returning is not None
     grads = tuple(grad.astype(x.dtype) for grad, x in zip((dquery, *returning), arrays, strict=True))
-    return grads, learned_gradients(placement, layout, dbias, operands, *rows)
+    dsinks = _sinks_gradient(placement, layout, operands.sinks, *rows)
+    return grads, (whole_bias_gradient(placement, dbias, operands, "rows"), dsinks)
 
 
-def learned_gradients(placement: Placement, layout: str, dbias: Array | None, operands: Operands, out, lse, dout, dlse):
-    """Gradients of bias and sinks in their dtypes, from this device's rows' part of the bias'."""
-    dsinks = None
-    if operands.sinks is not None:
-        wide = lse.dtype
-        delta = jnp.sum(out.astype(wide) * dout.astype(wide), axis=-1)
-        delta = jnp.swapaxes(delta, 1, 2) if layout == "bshd" else delta
-        delta = jnp.where(lse == -jnp.inf, 0, delta - dlse)
-        dsinks = lax.psum(sinks_gradient(operands.sinks, lse, delta), placement.axis)
-    if dbias is not None:
-        assert operands.bias is not None
-        if "rows" not in placement.bias_dimensions:
-            dbias = lax.psum(dbias, placement.axis)
-        dbias = dbias.astype(operands.bias.dtype)
-    return dbias, dsinks
-
-
-def wide_dtype(x: Array) -> str:
-    """The dtype of partial results."""
-    return "float64" if x.dtype == jnp.float64 else "float32"
+def _sinks_gradient(placement: Placement, layout: str, sinks: Array | None, out, lse, dout, dlse) -> Array | None:
+    if sinks is None:
+        return None
+    delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
+    delta = jnp.swapaxes(delta, 1, 2) if layout == "bshd" else delta
+    delta = jnp.where(lse == -jnp.inf, 0, delta - dlse)
+    return lax.psum(sinks_gradient(sinks, lse, delta), placement.axis)
 
 
 def _shifts(placement: Placement) -> list[int]:
@@ -178,7 +170,7 @@ def _metadata_of_keys(operands: Operands) -> dict[str, Array]:
 def _of_hop(placement: Placement, operands: Operands, metadata: dict[str, Array], shift: int) -> Operands:
     """Operands for the keys that are here at a shift: what travelled with them, and their columns of what did not."""
     metadata = dict(metadata)
-    changed: dict[str, Any] = dict(kv_index=metadata.pop("kv_index", None), sinks=None, bias=_wide_bias(operands))
+    changed: dict[str, Any] = dict(kv_index=metadata.pop("kv_index", None))
     if operands.segments is not None:
         changed["segments"] = dataclasses.replace(operands.segments, **metadata)
     operands = dataclasses.replace(operands, **changed)
@@ -191,14 +183,6 @@ def _of_hop(placement: Placement, operands: Operands, metadata: dict[str, Array]
         return lax.dynamic_slice_in_dim(x, _source(placement, shift) * size, size, axis)
 
     return map_operands(columns, operands)
-
-
-def _wide_bias(operands: Operands) -> Array | None:
-    """A bias whose gradient is a sum over hops or devices is given in float32, so that the parts are in float32."""
-    bias = operands.bias
-    if bias is None or not operands.bias_gradient or (bias.shape[2] > 1 and bias.shape[3] > 1):
-        return bias
-    return bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
 
 
 def _with_columns(placement: Placement, dbias, part: Array, operands: Operands, shift: int) -> Array:
