@@ -20,7 +20,7 @@ from ._resolve import resolve
 from ._validate import check_bias, check_dropout, check_sinks, check_softcap
 from ._vjp import attend, Learned, unpacked
 from .sharding._context import ContextParallel, mesh_of
-from .sharding._place import attend_placed, check_context, sizes_on_device
+from .sharding._place import attend_placed, check_context, sizes_on_device, whole_metadata
 
 
 class AttentionOutput(NamedTuple):
@@ -98,6 +98,7 @@ def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options
     if options.context is not None:
         mesh = mesh_of(options.context, *arrays)
         check_context(options, mesh, sizes)
+        options = dataclasses.replace(options, mask=whole_metadata(options.context, mesh, options.mask))
         arrays, layout = unpacked(arrays, layout, sizes.kv_heads), "bhsd" if layout == "bhsd" else "bshd"
     request, plan = prepare(sizes, layout, options, mesh)
     call = resolve(request, options.implementation)

@@ -6,15 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from .._masks import BlockSparse, Causal, Dense, Mask, parts, SlidingWindow
+from .._masks import And, BlockSparse, Causal, Dense, Mask, parts, PrefixLM, Segments, SlidingWindow
 from .._operands import Operands
 from .._vjp import attend, Learned
 from ._all_to_all import head_repeats
 from ._context import ContextParallel, Placement
 from ._dimensions import array_dimensions, Dimensions, map_operands, matrix_dimensions
 from ._order import Order
+from ._sharded import resharded
 
 
 def check_context(options: Any, mesh, sizes: Any) -> None:
@@ -33,6 +35,17 @@ def check_context(options: Any, mesh, sizes: Any) -> None:
         )
     for seq in (sizes.q_seq, sizes.kv_seq):
         order.check(seq)
+
+
+def whole_metadata(context: ContextParallel, mesh, mask: Mask) -> Mask:
+    """`mask` with ids, positions and prefixes that no type says to be sharded along the sequence: a few bytes a token."""
+    if context.axis not in mesh.explicit_axes:
+        return mask
+    if isinstance(mask, And):
+        return And(tuple(whole_metadata(context, mesh, part) for part in mask.masks))
+    if not isinstance(mask, Segments | PrefixLM):
+        return mask
+    return jax.tree.map(lambda x: resharded(mesh, context.axis, PartitionSpec(*(None,) * x.ndim), x), mask)
 
 
 def sizes_on_device(strategy: str, order: Order, sizes: Any) -> Any:

@@ -81,7 +81,7 @@ class _Specs:
 def map_over_axis(mesh, axis: str, body: Callable, in_specs, out_specs, *arguments):
     """`jax.shard_map` over one axis of a mesh: arguments are first sharded along it as the specs say."""
     if axis in mesh.explicit_axes:
-        arguments = jax.tree.map(functools.partial(_resharded, mesh, axis), in_specs, arguments)
+        arguments = jax.tree.map(functools.partial(resharded, mesh, axis), in_specs, arguments)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False)
     return mapped(*arguments)
 
@@ -92,7 +92,7 @@ def _typed_like(mesh, x: Array, like: Array) -> Array:
     return jax.reshard(x, NamedSharding(mesh, jax.typeof(like).sharding.spec))
 
 
-def _resharded(mesh, axis: str, spec: PartitionSpec, x: Array) -> Array:
+def resharded(mesh, axis: str, spec: PartitionSpec, x: Array) -> Array:
     """`x` on the axis as `spec` says, and on all other axes as it was."""
     present = jax.typeof(x).sharding.spec
     present = (*present, *(None,) * (x.ndim - len(present)))
