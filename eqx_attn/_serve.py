@@ -18,6 +18,7 @@ from ._reference import reference_attention
 from ._resolve import resolve
 from ._validate import check_bias, check_dropout, check_sinks, check_softcap
 from ._vjp import attend, Learned, unpacked
+from .sharding._batch import BatchFold, check_sharding
 
 
 class AttentionOutput(NamedTuple):
@@ -47,6 +48,8 @@ class Options:
     implementation: str | None = None
     deterministic: bool | None = None
     return_max_logit: bool = False
+    seeds: Array | None = None
+    """Dropout's seeds of each example and head, where examples lie in another order than that of the arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,9 @@ def sizes_of(query, key, value, layout: str) -> Sizes:
 
 def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
     """The result of a call. `arrays` are in `layout`, a kernel's, with any batch axes."""
+    check_sharding(arrays, layout, sizes.q_heads, sizes.kv_heads)
+    if (fold := BatchFold.of(arrays[0])) is not None:
+        return _serve_folded(fold, arrays, sizes, layout, options)
     request, plan = prepare(sizes, layout, options)
     call = resolve(request, options.implementation)
     scale = float(sizes.qk_dim**-0.5 if options.scale is None else options.scale)
@@ -104,6 +110,18 @@ def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options
         results = attend(call, arrays, operands, learned)
     out, lse, *max_logit = (x.reshape(*sizes.batch_shape, *x.shape[1:]) for x in results)
     return AttentionOutput(out, lse, *(jax.lax.stop_gradient(jnp.max(x, axis=-1)) for x in max_logit))
+
+
+def _serve_folded(fold: BatchFold, arrays, sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
+    """`serve` with the batch axes made one on each device."""
+    prepare(sizes, layout, options)  # whose messages name the shapes that were given
+    seeds = _dropout_operands(options, sizes).get("dropout_seed")
+    if seeds is not None:
+        seeds = fold.fold(seeds.reshape(*sizes.batch_shape, sizes.q_heads))
+    arrays = tuple(fold.fold(x) for x in arrays)
+    sizes = dataclasses.replace(sizes, batch_shape=(sizes.batch,))
+    result = serve(arrays, sizes, layout, dataclasses.replace(fold.options(options), seeds=seeds))
+    return AttentionOutput(*(None if x is None else fold.unfold(x) for x in result))
 
 
 def prepare(sizes: Sizes, layout: str, options: Options) -> tuple[Request, MaskPlan]:
@@ -178,7 +196,7 @@ def _dropout_operands(options: Options, sizes: Sizes) -> dict:
         return {}
     return dict(
         dropout_rate=float(dropout.rate),
-        dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads),
+        dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads) if options.seeds is None else options.seeds,
         q_index=jnp.arange(sizes.q_seq, dtype=jnp.int32),
         kv_index=jnp.arange(sizes.kv_seq, dtype=jnp.int32),
     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array
 
 from . import _blockwise
@@ -24,7 +24,8 @@ from ._dispatch import by_platform
 from ._kernels import load_kernel
 from ._operands import Operands, Tile
 from .sharding._fold import Level, Levels
-from .sharding._partition import alike_varying, Direction
+from .sharding._partition import aligned_cotangent, Direction
+from .sharding._varying import alike_varying
 
 Arrays = tuple[Array, ...]
 """Query, key and value, or fewer arrays where some of them are packed, in the order of `call.layout`."""
@@ -67,7 +68,7 @@ def _attend_forward(call, arrays, learned, operands):
 
 def _attend_backward(call, residuals, cotangents):
     arrays, out, lse, operands = residuals
-    dout, dlse = (_instantiate(x, like) for x, like in zip(cotangents[:2], (out, lse), strict=True))
+    dout, dlse = aligned_cotangent("out", out, cotangents[0]), aligned_cotangent("lse", lse, cotangents[1])
     operands = dataclasses.replace(operands, max_logit=False)
     arrays_grads, learned_grads = _batched_backward(call)(arrays, operands, out, lse, dout, dlse)
     return arrays_grads, Learned(*learned_grads), None
@@ -78,10 +79,6 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 def _is_primal(x):
     return isinstance(x, CustomVJPPrimal)
-
-
-def _instantiate(cotangent: Any, like: Array) -> Array:
-    return jnp.zeros_like(like) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _with(operands: Operands, learned: Learned) -> Operands:

@@ -9,13 +9,14 @@ is nothing left to share out, but kernels are kept from its bookkeeping of what 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, NamedSharding, PartitionSpec
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, PartitionSpec
 from jaxtyping import Array
 
 from .._call import Call
@@ -23,8 +24,9 @@ from .._context import interpreting
 from .._operands import Operands
 from ._fold import fold, Levels, mapped_names, unfold
 from ._partition_auto import partition_when_compiled
-from ._partition_axes import axes_of_type, Axes, divide, Division, entries, mesh_of, spec_of, WHOLE
+from ._partition_axes import axes_of_type, Axes, divide, Division, mesh_of, resharded, spec_of, typed_entries, WHOLE
 from ._partition_dims import array_dims, Dims, leaves_of, operand_dims, out_dims, ROWS, shape_without
+from ._varying import checks_varying, unchecked, varying_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +70,15 @@ class _Share:
     def compute(self) -> Any:
         """The results, with all mapped axes in front, in the structure that the direction returns."""
         mesh = mesh_of(self.leaves)
-        checks = _checks_varying(mesh)
+        checks = checks_varying(mesh)
         if axes_of_type(mesh, AxisType.Explicit):
             results = self._shared_out(mesh)
         elif _has_auto(mesh):
             run = functools.partial(self._partitioned, self.local)
-            results = _unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
+            results = unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
         else:
             run = functools.partial(self.local, WHOLE)
-            results = _unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
+            results = unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
         return self._in_structure(varying_like(self.leaves, results))
 
     def local(self, division: Division, *leaves: Array) -> list[Array]:
@@ -126,15 +128,11 @@ class _Share:
     def _shared_out(self, mesh: AbstractMesh) -> list[Array]:
         """A shard_map over all explicit axes, with specs from the arguments' types."""
         explicit = axes_of_type(mesh, AxisType.Explicit)
-        found = [_typed_entries(x) for x in self.leaves]
+        found = [typed_entries(x) for x in self.leaves]
         division = self._division(found, dict(mesh.shape))
-        if self.direction.backward:
-            out, lse, dout, dlse = self.leaves[-4:]
-            check_cotangent("out", out, dout)
-            check_cotangent("lse", lse, dlse)
         in_specs = [division.spec(dims) for dims in self.dims]
         out_specs = [division.spec(dims) for dims in self.results]
-        leaves = [_resharded(mesh, x, spec) for x, spec in zip(self.leaves, in_specs, strict=True)]
+        leaves = [resharded(mesh, x, spec) for x, spec in zip(self.leaves, in_specs, strict=True)]
         # Without names it is over all axes, but for those that a jax.vmap around this trace has taken.
         names = frozenset(explicit) if axes_of_type(mesh, AxisType.Auto) else frozenset()
         results = jax.shard_map(
@@ -148,7 +146,7 @@ class _Share:
         if not self.direction.backward:
             return results
         return [
-            _resharded(mesh, x, self._spec_of_gradient(division, i, found[i]))
+            resharded(mesh, x, self._spec_of_gradient(division, i, found[i]))
             for x, i in zip(results, (*range(self.count), *self.learned), strict=True)
         ]
 
@@ -211,50 +209,20 @@ def array_names(layout: str) -> tuple[str, ...]:
     return {"qkv": ("qkv",), "kv": ("query", "kv")}.get(layout, ("query", "key", "value"))
 
 
-def check_cotangent(name: str, result: Array, cotangent: Array) -> None:
-    """Raises ValueError where the cotangent of a result is typed with another sharding: the result's is the law."""
-    specs = [spec_of(_typed_entries(x)) for x in (result, cotangent)]
+def aligned_cotangent(name: str, result: Array, cotangent: Any) -> Array:
+    """The cotangent of a result, whose sharding is the law: zeros, where there is none, are made like it.
+
+    Raises ValueError where the type of the cotangent says another sharding.
+    """
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros_like(result)
+    specs = [spec_of(typed_entries(x)) for x in (result, cotangent)]
     if specs[0] != specs[1]:
         raise ValueError(
             f"attention's {name} is sharded as {specs[0]} and its cotangent as {specs[1]}: reshard what comes after the call, "
             f"for instance jax.reshard(cotangent, {specs[0]})"
         )
-
-
-def varying_like(inputs: Iterable[Array], results: Sequence[Array]) -> list[Array]:
-    """`results`, typed as varying over all manual axes over which some input does."""
-    over = frozenset().union(*(_varying(x) for x in inputs))
-    if not over:
-        return list(results)
-    return [lax.pcast(x, tuple(sorted(over - _varying(x))), to="varying") for x in results]
-
-
-def alike_varying(arguments: Any) -> Any:
-    """A pytree whose arrays are all typed as varying over the manual axes over which some are; differentiable.
-
-    So the gradient of one that does not vary is summed over them by JAX itself.
-    """
-    leaves, structure = jax.tree.flatten(arguments)
-    return jax.tree.unflatten(structure, varying_like(leaves, leaves))
-
-
-def _varying(x: Array) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _checks_varying(mesh: AbstractMesh) -> bool:
-    """Whether this is traced inside a shard_map with check_vma=True."""
-    manual = axes_of_type(mesh, AxisType.Manual)
-    return bool(manual) and bool(_varying(lax.pcast(jnp.float32(0), manual[:1], to="varying")))
-
-
-def _unchecked(mesh: AbstractMesh, function: Callable, leaves: Sequence[Array]) -> list[Array]:
-    """`function(*leaves)` without the bookkeeping of a surrounding shard_map, of which loops and kernels know nothing."""
-    manual = frozenset(axes_of_type(mesh, AxisType.Manual))
-    specs = tuple(PartitionSpec() for _ in leaves)
-    return jax.shard_map(function, in_specs=specs, out_specs=PartitionSpec(), axis_names=manual, check_vma=False)(
-        *leaves
-    )
+    return cotangent
 
 
 def _has_auto(mesh: AbstractMesh) -> bool:
@@ -264,16 +232,6 @@ def _has_auto(mesh: AbstractMesh) -> bool:
     if mesh.empty:
         return jax.device_count() > 1
     return math.prod(mesh.shape[name] for name in axes_of_type(mesh, AxisType.Auto)) > 1
-
-
-def _typed_entries(x: Array) -> tuple[Axes, ...]:
-    return entries(jax.typeof(x).sharding.spec, x.ndim)
-
-
-def _resharded(mesh: AbstractMesh, x: Array, spec: PartitionSpec) -> Array:
-    if _typed_entries(x) == entries(spec, x.ndim) and not jax.typeof(x).sharding.mesh.empty:
-        return x
-    return jax.reshard(x, NamedSharding(mesh, spec))
 
 
 def _learned(operands: Operands, backward: bool) -> list:

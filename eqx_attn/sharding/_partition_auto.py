@@ -1,6 +1,7 @@
 """The partitioning step where shardings are only found when a program is compiled: on mesh axes of type Auto."""
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -80,10 +81,9 @@ def _rule(dims: Sequence[Dims], results: Sequence[Dims], q_heads: int, kv_heads:
         return " ".join(words)
 
     rule = f"{', '.join(map(factors, dims))} -> {', '.join(map(factors, results))}"
-    used = set(rule.replace("(", " ").replace(")", " ").replace(",", " ").split())
-    return dict(
-        sharding_rule=rule, need_replication_factors=tuple(dict.fromkeys(x for x in whole if x in used)), **sizes
-    )
+    # Shardy wants them in the order of the rule.
+    replicated = [name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name in whole]
+    return dict(sharding_rule=rule, need_replication_factors=tuple(replicated), **sizes)
 
 
 def _division_of(mesh: Mesh, dims: Sequence[Dims], found: Sequence[tuple[Axes, ...]], shape: Mapping) -> Division:

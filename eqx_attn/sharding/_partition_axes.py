@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ._partition_dims import Dims, HEADS
@@ -36,6 +36,18 @@ def entries(spec: PartitionSpec, ndim: int) -> tuple[Axes, ...]:
 def spec_of(axes: Iterable[Axes]) -> PartitionSpec:
     """The inverse of `entries`."""
     return PartitionSpec(*(None if not x else x[0] if len(x) == 1 else x for x in axes))
+
+
+def typed_entries(x: Array) -> tuple[Axes, ...]:
+    """The axes of each dimension that the type of an array names: explicit ones."""
+    return entries(jax.typeof(x).sharding.spec, x.ndim)
+
+
+def resharded(mesh: AbstractMesh, x: Array, spec: PartitionSpec) -> Array:
+    """`x` with this spec in its type."""
+    if typed_entries(x) == entries(spec, x.ndim) and not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return jax.reshard(x, NamedSharding(mesh, spec))
 
 
 @dataclasses.dataclass(frozen=True)
