@@ -9,6 +9,7 @@ from ._dropout import Dropout
 from ._masks import as_mask, Full, Mask, Segments
 from ._serve import AttentionOutput, Options, serve, Sizes, sizes_of
 from ._validate import check_array, check_arrays, check_lengths, check_scale
+from .sharding._batch import check_packed_heads
 from .sharding._context import ContextParallel
 
 
@@ -44,6 +45,7 @@ def attention_qkvpacked(
             f"qkv has shape {qkv.shape}: its third axis from the end holds query, key and value, so it is 3 long; for fewer "
             "key/value heads than query heads use attention_qkvfused"
         )
+    check_packed_heads("qkv", qkv)
     heads = qkv.shape[-2]
     fused = qkv.reshape(*qkv.shape[:-3], 3 * heads, qkv.shape[-1])
     options = _options(
@@ -191,6 +193,7 @@ def _fused(qkv: Float[Array, "*batch seq heads dim"], kv_heads: int, options: Op
 def _kvpacked(
     query: Float[Array, "*batch q_seq q_heads dim"], kv: Float[Array, "*batch kv_seq 2 kv_heads dim"], options: Options
 ) -> AttentionOutput:
+    check_packed_heads("kv", kv)
     *batch_shape, kv_seq, _, kv_heads, dim = kv.shape
     # The shape alone: a slice of the array would be a copy outside jit.
     key = jax.ShapeDtypeStruct((*batch_shape, kv_seq, kv_heads, dim), kv.dtype)

@@ -19,6 +19,7 @@ from ._reference import reference_attention
 from ._resolve import resolve
 from ._validate import check_bias, check_dropout, check_sinks, check_softcap
 from ._vjp import attend, Learned, unpacked
+from .sharding._batch import BatchFold, check_sharding
 from .sharding._context import ContextParallel, mesh_of
 from .sharding._place import attend_placed, check_context, sizes_on_device, whole_metadata
 
@@ -51,6 +52,8 @@ class Options:
     deterministic: bool | None = None
     return_max_logit: bool = False
     context: ContextParallel | None = None
+    seeds: Array | None = None
+    """Dropout's seeds of each example and head, where examples lie in another order than that of the arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,9 @@ def sizes_of(query, key, value, layout: str) -> Sizes:
 
 def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
     """The result of a call. `arrays` are in `layout`, a kernel's, with any batch axes."""
+    check_sharding(arrays, layout, sizes.q_heads, sizes.kv_heads, options.context)
+    if (fold := BatchFold.of(arrays[0])) is not None:
+        return _serve_folded(fold, arrays, sizes, layout, options)
     mesh = None
     if options.context is not None:
         mesh = mesh_of(options.context, *arrays)
@@ -116,6 +122,19 @@ def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options
         results = attend_placed(options, mesh, call, arrays, operands, learned)
     out, lse, *max_logit = (x.reshape(*sizes.batch_shape, *x.shape[1:]) for x in results)
     return AttentionOutput(out, lse, *(jax.lax.stop_gradient(jnp.max(x, axis=-1)) for x in max_logit))
+
+
+def _serve_folded(fold: BatchFold, arrays, sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
+    """`serve` with the batch axes made one on each device."""
+    mesh = None if options.context is None else mesh_of(options.context, *arrays)
+    prepare(sizes, layout, options, mesh)  # whose messages name the shapes that were given
+    seeds = _dropout_operands(options, sizes, mesh).get("dropout_seed")
+    if seeds is not None:
+        seeds = fold.fold(seeds.reshape(*sizes.batch_shape, sizes.q_heads))
+    arrays = tuple(fold.fold(x) for x in arrays)
+    sizes = dataclasses.replace(sizes, batch_shape=(sizes.batch,))
+    result = serve(arrays, sizes, layout, dataclasses.replace(fold.options(options), seeds=seeds))
+    return AttentionOutput(*(None if x is None else fold.unfold(x) for x in result))
 
 
 def prepare(sizes: Sizes, layout: str, options: Options, mesh=None) -> tuple[Request, MaskPlan]:
@@ -198,7 +217,9 @@ def _dropout_operands(options: Options, sizes: Sizes, mesh) -> dict:
         index = options.context.order_on(mesh).positions
     return dict(
         dropout_rate=float(dropout.rate),
-        dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads),
+        dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)
+        if options.seeds is None
+        else options.seeds,
         q_index=jnp.asarray(index(sizes.q_seq)),
         kv_index=jnp.asarray(index(sizes.kv_seq)),
     )

@@ -14,6 +14,7 @@ from .._attention import attention, Implementation
 from .._dropout import Dropout
 from .._masks import as_mask, Mask
 from ..sharding._context import ContextParallel, mesh_of
+from ..sharding._place import whole_metadata
 from ._cache import KVCache
 from ._dropout_attention import attention_with_dropout
 from ._positions import mask_positions
@@ -228,7 +229,10 @@ class MultiheadAttention(eqx.Module):
                 "with a layer without context (eqx.tree_at, or the same parameters in another layer)"
             )
         if cache is None:
-            order = None if self.context is None else self.context.order_on(mesh_of(self.context, query, key_))
+            order = None
+            if self.context is not None:
+                mesh = mesh_of(self.context, query, key_)
+                order, mask = self.context.order_on(mesh), whole_metadata(self.context, mesh, mask)
             positions = mask_positions(mask, query.shape[0], key_.shape[0], order)
             heads = _rotated(self.rotary, positions, *heads)
         else:

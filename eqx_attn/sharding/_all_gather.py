@@ -33,7 +33,7 @@ def backward(
     (dquery, *dkv), (dbias, dsinks) = differentiate(_gathered(placement, layout, arrays), wide, *rows)
     axis = _kv_axis(layout)
     dkv = (lax.psum_scatter(grad, placement.axis, scatter_dimension=axis, tiled=True) for grad in dkv)
-    grads = tuple(grad.astype(x.dtype) for grad, x in zip((dquery, *dkv), arrays, strict=True))
+    grads = tuple(grad.astype(operands.out_dtype or x.dtype) for grad, x in zip((dquery, *dkv), arrays, strict=True))
     dsinks = None if dsinks is None else lax.psum(dsinks, placement.axis)
     return grads, (whole_bias_gradient(placement, dbias, operands, "rows"), dsinks)
 

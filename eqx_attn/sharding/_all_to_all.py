@@ -48,7 +48,7 @@ def backward(
     )
     dquery, *dkv = (trade.heads_back(x) for x in (dquery, *dkv))
     dkv = (trade.summed(grad, repeats) for grad in dkv)
-    grads = tuple(grad.astype(x.dtype) for grad, x in zip((dquery, *dkv), arrays, strict=True))
+    grads = tuple(grad.astype(operands.out_dtype or x.dtype) for grad, x in zip((dquery, *dkv), arrays, strict=True))
     return grads, (whole_bias_gradient(placement, dbias, operands, "heads"), dsinks)
 
 

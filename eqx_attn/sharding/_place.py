@@ -16,7 +16,7 @@ from ._all_to_all import head_repeats
 from ._context import ContextParallel, Placement
 from ._dimensions import array_dimensions, Dimensions, map_operands, matrix_dimensions
 from ._order import Order
-from ._sharded import resharded
+from ._over_axis import resharded_along
 
 
 def check_context(options: Any, mesh, sizes: Any) -> None:
@@ -45,7 +45,7 @@ def whole_metadata(context: ContextParallel, mesh, mask: Mask) -> Mask:
         return And(tuple(whole_metadata(context, mesh, part) for part in mask.masks))
     if not isinstance(mask, Segments | PrefixLM):
         return mask
-    return jax.tree.map(lambda x: resharded(mesh, context.axis, PartitionSpec(*(None,) * x.ndim), x), mask)
+    return jax.tree.map(lambda x: resharded_along(mesh, context.axis, PartitionSpec(*(None,) * x.ndim), x), mask)
 
 
 def sizes_on_device(strategy: str, order: Order, sizes: Any) -> Any:
@@ -92,6 +92,9 @@ def attend_placed(options: Any, mesh, call: Any, arrays, operands: Operands, lea
     out, *rows = attend(dataclasses.replace(call, placement=placement), arrays, operands, learned)
     if padded == lengths:
         return out, *rows
+    if context.axis in mesh.explicit_axes:  # a part of a sequence that does not divide has no type on the axis
+        none = PartitionSpec(*(None,) * 4)
+        out, *rows = (resharded_along(mesh, context.axis, PartitionSpec(*none[: x.ndim]), x) for x in (out, *rows))
     out = jax.lax.slice_in_dim(out, 0, lengths["q"], axis=dimensions[0].index("q"))
     return out, *(jax.lax.slice_in_dim(x, 0, lengths["q"], axis=2) for x in rows)
 

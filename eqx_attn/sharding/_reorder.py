@@ -13,7 +13,7 @@ from jaxtyping import Array, jaxtyped, Shaped
 
 from ._context import ContextParallel, mesh_of
 from ._order import Order
-from ._sharded import map_over_axis
+from ._over_axis import map_over_axis
 
 
 @jaxtyped(typechecker=beartype)

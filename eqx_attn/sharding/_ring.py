@@ -92,7 +92,9 @@ def backward(
         returning = _sent(placement, returning, following - shift)
         moving = upcoming
     assert dquery is not None and returning is not None
-    grads = tuple(grad.astype(x.dtype) for grad, x in zip((dquery, *returning), arrays, strict=True))
+    grads = tuple(
+        grad.astype(operands.out_dtype or x.dtype) for grad, x in zip((dquery, *returning), arrays, strict=True)
+    )
     dsinks = _sinks_gradient(placement, layout, operands.sinks, *rows)
     return grads, (whole_bias_gradient(placement, dbias, operands, "rows"), dsinks)
 
