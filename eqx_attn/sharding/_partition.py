@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from .._call import Call
@@ -28,8 +28,6 @@ from ._partition_auto import partition_when_compiled
 from ._partition_axes import Axes, axes_of_type, divide, Division, mesh_of, resharded, spec_of, typed_entries, WHOLE
 from ._partition_dims import (
     array_dims,
-    CONTEXT_HEADS,
-    CONTEXT_SEQ,
     Dims,
     leaves_of,
     operand_dims,
@@ -37,7 +35,7 @@ from ._partition_dims import (
     ROWS,
     shape_without,
 )
-from ._placed_dims import placed_array_dims, placed_operand_dims, without_context
+from ._placed_dims import has_context, placed_array_dims, placed_operand_dims, with_context, without_context
 from ._strategies import STRATEGIES
 from ._varying import checks_varying, unchecked, varying_like
 
@@ -61,10 +59,9 @@ class Direction:
         """The results on one device of the axis of the call's placement, inside a shard_map over it."""
         placement = self.call.placement
         assert placement is not None
-        alone = dataclasses.replace(self, call=dataclasses.replace(self.call, placement=None))
         module = STRATEGIES[placement.strategy]
         run = module.backward if self.backward else module.forward
-        return run(placement, self.call.layout, lambda *arguments: alone((), arguments), arrays, operands, *others)
+        return run(placement, self.call.layout, self.function, arrays, operands, *others)
 
 
 class _Share:
@@ -97,8 +94,9 @@ class _Share:
         checks = checks_varying(mesh)
         if axes_of_type(mesh, AxisType.Explicit):
             results = self._shared_out(mesh)
-        elif self.placement is not None and not self._inside_context(mesh):
-            results = self._over_context(self.placement)
+        elif self.placement is not None and not _has_auto(self.placement.mesh, self.placement.axis):
+            run = functools.partial(self._over_context, self.placement)
+            results = unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
         elif _has_auto(mesh):
             run = functools.partial(self._partitioned, self.local)
             results = unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
@@ -128,8 +126,9 @@ class _Share:
         """The direction's function on folded arguments, of which a shard_map may have left some auto axes to share out."""
         mesh = get_abstract_mesh()
         if self.placement is not None:
-            inside = self._inside_context(mesh)
-            return jax.tree.leaves(self.direction.strategy(*arguments) if inside else self.direction((), arguments))
+            # Where tokens are not divided (JAX traces that for the shapes) everything is in one place.
+            function = self.direction.strategy if has_context(division) else self.direction.function
+            return jax.tree.leaves(function(*arguments))
         if division is not WHOLE and _has_auto(mesh) and axes_of_type(mesh, AxisType.Manual):
             return jax.tree.leaves(self.direction((), arguments))
         return jax.tree.leaves(self.direction.function(*arguments))
@@ -152,7 +151,9 @@ class _Share:
         return [x.astype(dtype) for x, dtype in zip((*grads, *learned), dtypes, strict=True)]
 
     def _partitioned(self, function: Callable, *leaves: Array) -> list[Array]:
-        return partition_when_compiled(function, leaves, self.dims, self.results, self.q_heads, self.kv_heads)
+        return partition_when_compiled(
+            function, leaves, self.dims, self.results, self.q_heads, self.kv_heads, self.placement
+        )
 
     def _shared_out(self, mesh: AbstractMesh) -> list[Array]:
         """A shard_map over all explicit axes, with specs from the arguments' types."""
@@ -185,21 +186,17 @@ class _Share:
         own = found[len(mapped_names(self.levels, leaf)) :]
         return PartitionSpec(*mapped, *spec_of(own))
 
-    def _inside_context(self, mesh: AbstractMesh) -> bool:
-        return self.placement is not None and self.placement.axis in axes_of_type(mesh, AxisType.Manual)
-
-    def _over_context(self, placement: Placement) -> list[Array]:
-        """A shard_map over the context's axis, which is an auto one, as are all others that may shard the arguments."""
-        axis = (placement.axis,)
-        division = Division({}, {CONTEXT_SEQ: axis, CONTEXT_HEADS: axis})
+    def _over_context(self, placement: Placement, *leaves: Array) -> list[Array]:
+        """A shard_map over the context's axis, which is an auto one, and the only one."""
+        division = with_context(placement, WHOLE)
         return jax.shard_map(
-            functools.partial(self.local, WHOLE),
+            functools.partial(self.local, division),
             mesh=placement.mesh,
             in_specs=tuple(division.spec(dims) for dims in self.dims),
             out_specs=[division.spec(dims) for dims in self.results],
-            axis_names=frozenset(axis),
+            axis_names=frozenset((placement.axis,)),
             check_vma=False,
-        )(*self.leaves)
+        )(*leaves)
 
     def _division(self, found: list[tuple[Axes, ...]], sizes: Mapping[str, int]) -> Division:
         """The division that the arguments' axes ask for. Of operands only their mapped axes count: they follow."""
@@ -215,9 +212,7 @@ class _Share:
         division = divide(arrays, sizes, self.q_heads, self.kv_heads)
         if context is None or context not in axes_of_type(mesh_of(self.leaves), AxisType.Explicit):
             return division
-        heads = (*division.axes.get("q_heads", ()), context)
-        axes = {**division.axes, CONTEXT_SEQ: (context,), CONTEXT_HEADS: heads}
-        return dataclasses.replace(division, axes=axes)
+        return with_context(self.placement, division)
 
     def _in_structure(self, results: list[Array]) -> Any:
         if not self.direction.backward:
@@ -279,13 +274,13 @@ def aligned_cotangent(name: str, result: Array, cotangent: Any) -> Array:
     return cotangent
 
 
-def _has_auto(mesh: AbstractMesh) -> bool:
+def _has_auto(mesh: Mesh | AbstractMesh, *but: str) -> bool:
     """Whether shardings may be found later. Interpreted kernels are callbacks, which cannot be partitioned."""
     if interpreting():
         return False
     if mesh.empty:
         return jax.device_count() > 1
-    return math.prod(mesh.shape[name] for name in axes_of_type(mesh, AxisType.Auto)) > 1
+    return math.prod(mesh.shape[name] for name in axes_of_type(mesh, AxisType.Auto) if name not in but) > 1
 
 
 def _learned(operands: Operands, backward: bool) -> list:

@@ -9,8 +9,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
+from ._context import Placement
 from ._partition_axes import Axes, Division, entries, WHOLE
-from ._partition_dims import Dims, DIVIDED
+from ._partition_dims import CONTEXT, Dims, DIVIDED
+from ._placed_dims import with_context
 
 
 def partition_when_compiled(
@@ -20,6 +22,7 @@ def partition_when_compiled(
     results: Sequence[Dims],
     q_heads: int,
     kv_heads: int,
+    placement: Placement | None = None,
 ) -> list[Array]:
     """`function(division, *leaves)` for the division that Shardy's propagation finds.
 
@@ -33,10 +36,13 @@ def partition_when_compiled(
     def partition(mesh, argument_shapes, result_shapes):
         del result_shapes
         found = [entries(x.sharding.spec, len(x.shape)) for x in argument_shapes]
-        division = _division_of(mesh, dims, found, shape)
+        division = _division_of(mesh, dims, found, shape, placement)
         wanted = [division.spec(of) for of in dims]
         for x, of, spec, old in zip(argument_shapes, dims, wanted, found, strict=True):
-            if entries(spec, len(x.shape)) != old and any(old):
+            new = entries(spec, len(x.shape))
+            if any(
+                after[: len(before)] != before for before, after in zip(old, new, strict=True)
+            ):  # else it is a slice
                 _warn_once(of, old, spec)
 
         def shard(*leaves):
@@ -70,7 +76,7 @@ def _rule(dims: Sequence[Dims], results: Sequence[Dims], q_heads: int, kv_heads:
         for name in of.names:
             if name == "q_heads":
                 words.append(of_query)
-            elif name == "kv_heads" and kv_heads > 1 or name and name.startswith(("batch", "mapped")):
+            elif name and (name == "kv_heads" and kv_heads > 1 or name.startswith(("batch", "mapped", CONTEXT))):
                 words.append(name)
             elif name and name not in DIVIDED:
                 words.append(name)
@@ -86,9 +92,11 @@ def _rule(dims: Sequence[Dims], results: Sequence[Dims], q_heads: int, kv_heads:
     return dict(sharding_rule=rule, need_replication_factors=tuple(replicated), **sizes)
 
 
-def _division_of(mesh: Mesh, dims: Sequence[Dims], found: Sequence[tuple[Axes, ...]], shape: Mapping) -> Division:
+def _division_of(
+    mesh: Mesh, dims: Sequence[Dims], found: Sequence[tuple[Axes, ...]], shape: Mapping, placement: Placement | None
+) -> Division:
     """What the arguments are sharded over, as far as each dimension divides and no axis is used twice."""
-    sizes, used = dict(mesh.shape), set()
+    sizes, used = dict(mesh.shape), set[str]() if placement is None else {placement.axis}
     axes: dict[str, Axes] = {}
 
     def fitting(name: str, of: Axes, fits: Callable[[int], bool]) -> Axes:
@@ -111,7 +119,8 @@ def _division_of(mesh: Mesh, dims: Sequence[Dims], found: Sequence[tuple[Axes, .
 
     packed = any("packed_heads" in of.names for of in dims)
     axes["q_heads"] = () if packed else fitting("q_heads", _first("q_heads", dims, found), fits)
-    return _with_kv_heads(Division(sizes, axes), kv_heads)
+    division = _with_kv_heads(Division(sizes, axes), kv_heads)
+    return division if placement is None else with_context(placement, division)
 
 
 def _first(name: str, dims: Sequence[Dims], found: Sequence[tuple[Axes, ...]]) -> Axes:

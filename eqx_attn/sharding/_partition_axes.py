@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from ._partition_dims import CONTEXT_SEQ, Dims, HEADS
+from ._partition_dims import CONTEXT, Dims, HEADS
 
 Axes = tuple[str, ...]
 
@@ -144,7 +144,7 @@ def _agreed(arrays) -> dict[str, Axes]:
 def _not_shared_out(array: str, name: str, dims: Dims, found) -> str:
     spec = spec_of(found)
     where = f"{array} of dimensions [{', '.join(x or '1' for x in dims.names)}] is sharded as {spec}"
-    if name in ("q_seq", "kv_seq", CONTEXT_SEQ):
+    if name.removeprefix(CONTEXT) in ("q_seq", "kv_seq"):
         axis = next(of for n, of in zip(dims.names, found, strict=True) if n == name)[0]
         return (
             f"{where}, along its sequence: say how the devices share it, with context=eqx_attn.ContextParallel({axis!r}), or "

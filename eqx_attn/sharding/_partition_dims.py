@@ -12,8 +12,8 @@ HEADS = ("q_heads", "kv_heads")
 DIVIDED = ("batch", *HEADS)
 """The dimensions that are shared out over devices. All others are whole on each device."""
 
-CONTEXT_SEQ, CONTEXT_HEADS = "context_seq", "context_heads"
-"""Tokens that lie on the axis of a context, and heads that do besides those that shard the query's."""
+CONTEXT = "context_"
+"""Before the name of a dimension that lies on the axis of a call's context (heads: besides the axes of the query's)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,13 @@ def check_context(options: Any, mesh, sizes: Any) -> None:
             f"implementation='reference' with context={context}: the reference computes all scores in one place; use 'xla', or "
             "leave the context out"
         )
+    sizes_of_axes = dict(mesh.shape)
+    explicit, auto = ([name for name in of if sizes_of_axes[name] > 1] for of in (mesh.explicit_axes, mesh.auto_axes))
+    if explicit and auto:
+        raise ValueError(
+            f"context={context} on a mesh of both explicit axes, {', '.join(explicit)}, and auto ones, {', '.join(auto)}: make all "
+            "of them one type, with axis_types=(jax.sharding.AxisType.Explicit,) * axes"
+        )
     if context.strategy == "all_to_all" and sizes.q_heads % order.devices:
         raise ValueError(
             f"strategy='all_to_all' gives each of the {order.devices} devices of axis {context.axis!r} an equal number of heads, "
