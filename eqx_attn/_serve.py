@@ -18,7 +18,7 @@ from ._reference import reference_attention
 from ._resolve import resolve
 from ._validate import check_bias, check_dropout, check_sinks, check_softcap
 from ._vjp import attend, Learned, unpacked
-from .sharding._batch import BatchFold, check_sharding
+from .sharding._batch import check_sharding, on_mesh, split_batch
 
 
 class AttentionOutput(NamedTuple):
@@ -94,8 +94,8 @@ def sizes_of(query, key, value, layout: str) -> Sizes:
 def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
     """The result of a call. `arrays` are in `layout`, a kernel's, with any batch axes."""
     check_sharding(arrays, layout, sizes.q_heads, sizes.kv_heads)
-    if (fold := BatchFold.of(arrays[0])) is not None:
-        return _serve_folded(fold, arrays, sizes, layout, options)
+    if len(sizes.batch_shape) > 1 and on_mesh(arrays):
+        return _serve_mapped(arrays, sizes, layout, options)
     request, plan = prepare(sizes, layout, options)
     call = resolve(request, options.implementation)
     scale = float(sizes.qk_dim**-0.5 if options.scale is None else options.scale)
@@ -112,16 +112,32 @@ def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options
     return AttentionOutput(out, lse, *(jax.lax.stop_gradient(jnp.max(x, axis=-1)) for x in max_logit))
 
 
-def _serve_folded(fold: BatchFold, arrays, sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
-    """`serve` with the batch axes made one on each device."""
-    prepare(sizes, layout, options)  # whose messages name the shapes that were given
-    seeds = _dropout_operands(options, sizes).get("dropout_seed")
-    if seeds is not None:
-        seeds = fold.fold(seeds.reshape(*sizes.batch_shape, sizes.q_heads))
-    arrays = tuple(fold.fold(x) for x in arrays)
-    sizes = dataclasses.replace(sizes, batch_shape=(sizes.batch,))
-    result = serve(arrays, sizes, layout, dataclasses.replace(fold.options(options), seeds=seeds))
-    return AttentionOutput(*(None if x is None else fold.unfold(x) for x in result))
+def _serve_mapped(arrays, sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
+    """`serve` under `jax.vmap` over the first of several batch axes.
+
+    On a mesh a reshape would have to move examples where another axis than the first is sharded; mapped axes are folded
+    on each device.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (options.mask, options.bias))
+    jax.eval_shape(lambda *x: _check(sizes, layout, options, *x), *shapes)  # messages name the shapes that were given
+    if options.seeds is None and (dropout := _dropout_of(options)) is not None:
+        seeds = _dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)
+        options = dataclasses.replace(options, seeds=seeds.reshape(*sizes.batch_shape, sizes.q_heads))
+    inner = dataclasses.replace(sizes, batch_shape=sizes.batch_shape[1:])
+    arguments, axes = split_batch((options.mask, options.bias, options.seeds), arrays[0])
+
+    def of_one(arrays, arguments):
+        mask, bias, seeds = arguments
+        return serve(arrays, inner, layout, dataclasses.replace(options, mask=mask, bias=bias, seeds=seeds))
+
+    return jax.vmap(of_one, in_axes=(0, axes))(arrays, arguments)
+
+
+def _check(sizes: Sizes, layout: str, options: Options, mask: Mask, bias: Array | None) -> None:
+    """Raises what a call with this mask and bias would."""
+    options = dataclasses.replace(options, mask=mask, bias=bias)
+    prepare(sizes, layout, options)
+    learned_of(options, sizes)
 
 
 def prepare(sizes: Sizes, layout: str, options: Options) -> tuple[Request, MaskPlan]:
