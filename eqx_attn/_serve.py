@@ -212,7 +212,9 @@ def _dropout_operands(options: Options, sizes: Sizes) -> dict:
         return {}
     return dict(
         dropout_rate=float(dropout.rate),
-        dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads) if options.seeds is None else options.seeds,
+        dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)
+        if options.seeds is None
+        else options.seeds,
         q_index=jnp.arange(sizes.q_seq, dtype=jnp.int32),
         kv_index=jnp.arange(sizes.kv_seq, dtype=jnp.int32),
     )

@@ -8,7 +8,6 @@ the dispatch on the platform that is lowered for.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp

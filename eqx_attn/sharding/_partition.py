@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array
 
 from .._call import Call
 from .._context import interpreting
 from .._operands import Operands
+from .._resolve import current_platforms, warn_once
 from ._fold import fold, Levels, mapped_names, unfold
 from ._partition_auto import partition_when_compiled
-from ._partition_axes import axes_of_type, Axes, divide, Division, mesh_of, resharded, spec_of, typed_entries, WHOLE
+from ._partition_axes import Axes, axes_of_type, divide, Division, mesh_of, resharded, spec_of, typed_entries, WHOLE
 from ._partition_dims import array_dims, Dims, leaves_of, operand_dims, out_dims, ROWS, shape_without
 from ._varying import checks_varying, unchecked, varying_like
 
@@ -73,10 +74,13 @@ class _Share:
         checks = checks_varying(mesh)
         if axes_of_type(mesh, AxisType.Explicit):
             results = self._shared_out(mesh)
-        elif _has_auto(mesh):
-            run = functools.partial(self._partitioned, self.local)
-            results = unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
+        elif _has_auto(mesh) and not axes_of_type(mesh, AxisType.Manual):
+            results = partition_when_compiled(
+                self.local, self.leaves, self.dims, self.results, self.q_heads, self.kv_heads
+            )
         else:
+            if _has_auto(mesh):
+                _warn_left_to_xla(self.direction.call, axes_of_type(mesh, AxisType.Auto))
             run = functools.partial(self.local, WHOLE)
             results = unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
         return self._in_structure(varying_like(self.leaves, results))
@@ -95,15 +99,8 @@ class _Share:
         if self.direction.backward:
             results = self._local_gradients(division, own, arrays, operands, others)
         else:
-            results = self._function(division, arrays, operands)
+            results = jax.tree.leaves(self.direction.function(arrays, operands))
         return [unfold(sizes, x) for x in results]
-
-    def _function(self, division: Division, *arguments) -> list[Array]:
-        """The direction's function on folded arguments, of which a shard_map may have left some auto axes to share out."""
-        mesh = get_abstract_mesh()
-        if division is not WHOLE and _has_auto(mesh) and axes_of_type(mesh, AxisType.Manual):
-            return jax.tree.leaves(self.direction((), arguments))
-        return jax.tree.leaves(self.direction.function(*arguments))
 
     def _local_gradients(self, division, own, arrays, operands, others) -> list[Array]:
         """Gradients, of which those of shared arrays are summed over devices, in float32."""
@@ -115,15 +112,12 @@ class _Share:
         if operands.bias_gradient and summed[0]:
             wide = jnp.promote_types(operands.bias.dtype, jnp.float32)
             operands = dataclasses.replace(operands, bias=operands.bias.astype(wide))
-        results = self._function(division, arrays, operands, *others)
+        results = jax.tree.leaves(self.direction.function(arrays, operands, *others))
         grads, learned = results[: self.count], results[self.count :]
         if own is not None:
             grads = [grads[0], *(lax.psum(own.put_back(x), division.of_heads) for x in grads[1:])]
         learned = [lax.psum(x, axes) if axes else x for x, axes in zip(learned, summed, strict=True)]
         return [x.astype(dtype) for x, dtype in zip((*grads, *learned), dtypes, strict=True)]
-
-    def _partitioned(self, function: Callable, *leaves: Array) -> list[Array]:
-        return partition_when_compiled(function, leaves, self.dims, self.results, self.q_heads, self.kv_heads)
 
     def _shared_out(self, mesh: AbstractMesh) -> list[Array]:
         """A shard_map over all explicit axes, with specs from the arguments' types."""
@@ -135,6 +129,8 @@ class _Share:
         leaves = [resharded(mesh, x, spec) for x, spec in zip(self.leaves, in_specs, strict=True)]
         # Without names it is over all axes, but for those that a jax.vmap around this trace has taken.
         names = frozenset(explicit) if axes_of_type(mesh, AxisType.Auto) else frozenset()
+        if names and _has_auto(mesh):
+            _warn_left_to_xla(self.direction.call, axes_of_type(mesh, AxisType.Auto))
         results = jax.shard_map(
             functools.partial(self.local, division),
             mesh=mesh,
@@ -223,6 +219,17 @@ def aligned_cotangent(name: str, result: Array, cotangent: Any) -> Array:
             f"for instance jax.reshard(cotangent, {specs[0]})"
         )
     return cotangent
+
+
+def _warn_left_to_xla(call: Call, axes: Axes) -> None:
+    """Warns where a kernel is served whole on auto axes, since custom partitioning does not work beside manual axes."""
+    routes = dict(call.routes)
+    kernels = [routes[platform] for platform in current_platforms() if platform in routes]
+    if kernels or call.default.spec is not None:
+        warn_once(
+            f"eqx_attn.attention inside a jax.shard_map cannot share out the mesh axes {axes}, which are Auto: its kernels get "
+            "whole arrays along them, gathered if need be; make these axes Explicit or manual too"
+        )
 
 
 def _has_auto(mesh: AbstractMesh) -> bool:
