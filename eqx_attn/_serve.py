@@ -19,7 +19,7 @@ from ._reference import reference_attention
 from ._resolve import resolve
 from ._validate import check_bias, check_dropout, check_sinks, check_softcap
 from ._vjp import attend, Learned, unpacked
-from .sharding._batch import BatchFold, check_sharding
+from .sharding._batch import check_sharding, on_mesh, split_batch
 from .sharding._context import ContextParallel, mesh_of
 from .sharding._place import attend_placed, check_context, sizes_on_device, whole_metadata
 
@@ -98,8 +98,8 @@ def sizes_of(query, key, value, layout: str) -> Sizes:
 def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
     """The result of a call. `arrays` are in `layout`, a kernel's, with any batch axes."""
     check_sharding(arrays, layout, sizes.q_heads, sizes.kv_heads, options.context)
-    if (fold := BatchFold.of(arrays[0])) is not None:
-        return _serve_folded(fold, arrays, sizes, layout, options)
+    if len(sizes.batch_shape) > 1 and on_mesh(arrays):
+        return _serve_mapped(arrays, sizes, layout, options)
     mesh = None
     if options.context is not None:
         mesh = mesh_of(options.context, *arrays)
@@ -124,17 +124,35 @@ def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options
     return AttentionOutput(out, lse, *(jax.lax.stop_gradient(jnp.max(x, axis=-1)) for x in max_logit))
 
 
-def _serve_folded(fold: BatchFold, arrays, sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
-    """`serve` with the batch axes made one on each device."""
+def _serve_mapped(arrays, sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
+    """`serve` under `jax.vmap` over the first of several batch axes.
+
+    On a mesh a reshape would have to move examples where another axis than the first is sharded; mapped axes are folded
+    on each device.
+    """
     mesh = None if options.context is None else mesh_of(options.context, *arrays)
-    prepare(sizes, layout, options, mesh)  # whose messages name the shapes that were given
-    seeds = _dropout_operands(options, sizes, mesh).get("dropout_seed")
-    if seeds is not None:
-        seeds = fold.fold(seeds.reshape(*sizes.batch_shape, sizes.q_heads))
-    arrays = tuple(fold.fold(x) for x in arrays)
-    sizes = dataclasses.replace(sizes, batch_shape=(sizes.batch,))
-    result = serve(arrays, sizes, layout, dataclasses.replace(fold.options(options), seeds=seeds))
-    return AttentionOutput(*(None if x is None else fold.unfold(x) for x in result))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (options.mask, options.bias))
+    jax.eval_shape(
+        lambda *x: _check(sizes, layout, options, mesh, *x), *shapes
+    )  # messages name the shapes that were given
+    if options.seeds is None and (dropout := _dropout_of(options)) is not None:
+        seeds = _dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)
+        options = dataclasses.replace(options, seeds=seeds.reshape(*sizes.batch_shape, sizes.q_heads))
+    inner = dataclasses.replace(sizes, batch_shape=sizes.batch_shape[1:])
+    arguments, axes = split_batch((options.mask, options.bias, options.seeds), arrays[0])
+
+    def of_one(arrays, arguments):
+        mask, bias, seeds = arguments
+        return serve(arrays, inner, layout, dataclasses.replace(options, mask=mask, bias=bias, seeds=seeds))
+
+    return jax.vmap(of_one, in_axes=(0, axes))(arrays, arguments)
+
+
+def _check(sizes: Sizes, layout: str, options: Options, mesh, mask: Mask, bias: Array | None) -> None:
+    """Raises what a call with this mask and bias would."""
+    options = dataclasses.replace(options, mask=mask, bias=bias)
+    prepare(sizes, layout, options, mesh)
+    learned_of(options, sizes)
 
 
 def prepare(sizes: Sizes, layout: str, options: Options, mesh=None) -> tuple[Request, MaskPlan]:

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from .._call import Call
 from .._context import interpreting
 from .._operands import Operands
+from .._resolve import current_platforms, warn_once
 from ._context import Placement
 from ._fold import fold, Levels, mapped_names, unfold
 from ._partition_auto import partition_when_compiled
@@ -94,13 +95,18 @@ class _Share:
         checks = checks_varying(mesh)
         if axes_of_type(mesh, AxisType.Explicit):
             results = self._shared_out(mesh)
-        elif self.placement is not None and not _has_auto(self.placement.mesh, self.placement.axis):
+        elif self.placement is not None and (
+            axes_of_type(mesh, AxisType.Manual) or not _has_auto(self.placement.mesh, self.placement.axis)
+        ):
             run = functools.partial(self._over_context, self.placement)
             results = unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
-        elif _has_auto(mesh):
-            run = functools.partial(self._partitioned, self.local)
-            results = unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
+        elif _has_auto(mesh) and not axes_of_type(mesh, AxisType.Manual):
+            results = partition_when_compiled(
+                self.local, self.leaves, self.dims, self.results, self.q_heads, self.kv_heads, self.placement
+            )
         else:
+            if _has_auto(mesh):
+                _warn_left_to_xla(self.direction.call, axes_of_type(mesh, AxisType.Auto))
             run = functools.partial(self.local, WHOLE)
             results = unchecked(mesh, run, self.leaves) if checks else run(*self.leaves)
         return self._in_structure(varying_like(self.leaves, results))
@@ -123,15 +129,9 @@ class _Share:
         return [unfold(sizes, x) for x in results]
 
     def _function(self, division: Division, *arguments) -> list[Array]:
-        """The direction's function on folded arguments, of which a shard_map may have left some auto axes to share out."""
-        mesh = get_abstract_mesh()
-        if self.placement is not None:
-            # Where tokens are not divided (JAX traces that for the shapes) everything is in one place.
-            function = self.direction.strategy if has_context(division) else self.direction.function
-            return jax.tree.leaves(function(*arguments))
-        if division is not WHOLE and _has_auto(mesh) and axes_of_type(mesh, AxisType.Manual):
-            return jax.tree.leaves(self.direction((), arguments))
-        return jax.tree.leaves(self.direction.function(*arguments))
+        """The direction's function, or its strategy where tokens are divided: JAX traces the whole once for the shapes."""
+        function = self.direction.strategy if has_context(division) else self.direction.function
+        return jax.tree.leaves(function(*arguments))
 
     def _local_gradients(self, division, own, arrays, operands, others) -> list[Array]:
         """Gradients, of which those of shared arrays are summed over devices, in float32."""
@@ -150,11 +150,6 @@ class _Share:
         learned = [lax.psum(x, axes) if axes else x for x, axes in zip(learned, summed, strict=True)]
         return [x.astype(dtype) for x, dtype in zip((*grads, *learned), dtypes, strict=True)]
 
-    def _partitioned(self, function: Callable, *leaves: Array) -> list[Array]:
-        return partition_when_compiled(
-            function, leaves, self.dims, self.results, self.q_heads, self.kv_heads, self.placement
-        )
-
     def _shared_out(self, mesh: AbstractMesh) -> list[Array]:
         """A shard_map over all explicit axes, with specs from the arguments' types."""
         explicit = axes_of_type(mesh, AxisType.Explicit)
@@ -165,6 +160,8 @@ class _Share:
         leaves = [resharded(mesh, x, spec) for x, spec in zip(self.leaves, in_specs, strict=True)]
         # Without names it is over all axes, but for those that a jax.vmap around this trace has taken.
         names = frozenset(explicit) if axes_of_type(mesh, AxisType.Auto) else frozenset()
+        if names and _has_auto(mesh):
+            _warn_left_to_xla(self.direction.call, axes_of_type(mesh, AxisType.Auto))
         results = jax.shard_map(
             functools.partial(self.local, division),
             mesh=mesh,
@@ -272,6 +269,17 @@ def aligned_cotangent(name: str, result: Array, cotangent: Any) -> Array:
             f"for instance jax.reshard(cotangent, {specs[0]})"
         )
     return cotangent
+
+
+def _warn_left_to_xla(call: Call, axes: Axes) -> None:
+    """Warns where a kernel is served whole on auto axes, since custom partitioning does not work beside manual axes."""
+    routes = dict(call.routes)
+    kernels = [routes[platform] for platform in current_platforms() if platform in routes]
+    if kernels or call.default.spec is not None:
+        warn_once(
+            f"eqx_attn.attention inside a jax.shard_map cannot share out the mesh axes {axes}, which are Auto: its kernels get "
+            "whole arrays along them, gathered if need be; make these axes Explicit or manual too"
+        )
 
 
 def _has_auto(mesh: Mesh | AbstractMesh, *but: str) -> bool:

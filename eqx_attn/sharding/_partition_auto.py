@@ -2,15 +2,15 @@
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from .._resolve import warn_once
 from ._context import Placement
-from ._partition_axes import Axes, Division, entries, WHOLE
+from ._partition_axes import Axes, Division, entries, spec_of, WHOLE
 from ._partition_dims import CONTEXT, Dims, DIVIDED
 from ._placed_dims import with_context
 
@@ -38,12 +38,7 @@ def partition_when_compiled(
         found = [entries(x.sharding.spec, len(x.shape)) for x in argument_shapes]
         division = _division_of(mesh, dims, found, shape, placement)
         wanted = [division.spec(of) for of in dims]
-        for x, of, spec, old in zip(argument_shapes, dims, wanted, found, strict=True):
-            new = entries(spec, len(x.shape))
-            if any(
-                after[: len(before)] != before for before, after in zip(old, new, strict=True)
-            ):  # else it is a slice
-                _warn_once(of, old, spec)
+        _warn_of_moves(dims, found, wanted)
 
         def shard(*leaves):
             return tuple(function(division, *leaves))
@@ -143,16 +138,17 @@ def _with_kv_heads(division: Division, kv_heads: int) -> Division:
     return Division(division.sizes, {**division.axes, "kv_heads": tuple(shared)}, of_query[len(shared) :])
 
 
-_warned: set[str] = set()
-
-
-def _warn_once(dims: Dims, found, spec) -> None:
-    named = f"[{', '.join(name or '1' for name in dims.names)}]"
-    message = (
-        f"eqx_attn.attention reshards an array {named} from {found} to {spec}: only batch and heads are shared out over "
-        "devices, and all arrays of a call alike; shard its inputs so, or name a mesh axis of the sequence with "
-        "context=eqx_attn.ContextParallel"
-    )
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=2)
+def _warn_of_moves(dims: Sequence[Dims], found: Sequence[tuple[Axes, ...]], wanted: Sequence[PartitionSpec]) -> None:
+    """Warns where an array loses axes along which it is sharded; to be sharded further costs nothing."""
+    moved = []
+    for of, old, spec in zip(dims, found, wanted, strict=True):
+        new = entries(spec, len(old))
+        if any(new_axes[: len(axes)] != axes for axes, new_axes in zip(old, new, strict=True)):
+            names = ", ".join(name or "1" for name in of.names)
+            moved.append(f"[{names}] from {spec_of(old)} to {spec}")
+    if moved:
+        warn_once(
+            f"eqx_attn.attention reshards {'; '.join(dict.fromkeys(moved))}. Devices share out batch and heads, and all arrays "
+            "of a call alike: shard its inputs and what follows it so; for sequences over devices give "
+            "context=eqx_attn.ContextParallel(axis)"
+        )
