@@ -38,7 +38,7 @@ def partition_when_compiled(
         found = [entries(x.sharding.spec, len(x.shape)) for x in argument_shapes]
         division = _division_of(mesh, dims, found, shape, placement)
         wanted = [division.spec(of) for of in dims]
-        _warn_of_moves(dims, found, wanted)
+        _warn_of_moves(dims, found, wanted, None if placement is None else placement.axis)
 
         def shard(*leaves):
             return tuple(function(division, *leaves))
@@ -138,12 +138,18 @@ def _with_kv_heads(division: Division, kv_heads: int) -> Division:
     return Division(division.sizes, {**division.axes, "kv_heads": tuple(shared)}, of_query[len(shared) :])
 
 
-def _warn_of_moves(dims: Sequence[Dims], found: Sequence[tuple[Axes, ...]], wanted: Sequence[PartitionSpec]) -> None:
-    """Warns where an array loses axes along which it is sharded; to be sharded further costs nothing."""
+def _warn_of_moves(
+    dims: Sequence[Dims],
+    found: Sequence[tuple[Axes, ...]],
+    wanted: Sequence[PartitionSpec],
+    context: str | None,
+) -> None:
+    """Warns where an array loses axes along which it is sharded, other than the context's; to gain some costs nothing."""
     moved = []
     for of, old, spec in zip(dims, found, wanted, strict=True):
         new = entries(spec, len(old))
-        if any(new_axes[: len(axes)] != axes for axes, new_axes in zip(old, new, strict=True)):
+        before, after = ([tuple(axis for axis in of if axis != context) for of in axes] for axes in (old, new))
+        if any(now[: len(axes)] != axes for axes, now in zip(before, after, strict=True)):
             names = ", ".join(name or "1" for name in of.names)
             moved.append(f"[{names}] from {spec_of(old)} to {spec}")
     if moved:

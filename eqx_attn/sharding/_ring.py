@@ -3,7 +3,9 @@
 Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (arXiv:2310.01889). Everything here
 runs on one device of the axis, inside a `shard_map`. A *shift* of t means that a device holds the keys of the device t
 places before it; only shifts at which some device sees something take place, and one that not all need is skipped by the
-others. What moves next is sent before the kernel of the present shift starts, so that it can move meanwhile.
+others. What moves next is sent before the kernel of the present shift starts, so that it can move meanwhile, and not before
+that of the last one has ended (an optimization barrier): else XLA may send everything at first, or keep for the backward what
+came in the forward, and each device would hold all keys.
 """
 
 import dataclasses
@@ -23,27 +25,29 @@ from ._context import Placement
 from ._dimensions import map_operands, matrix_dimensions
 from ._wide import whole_bias_gradient, wide_dtype, with_wide_bias
 
-SHARDED = ("q", "kv", "rows")
-"""The dimensions of operands that lie on the axis. Columns of a matrix of scores are all there, on each device."""
+SHARDED = ("q", "rows")
+"""The dimensions of operands that lie on the axis.
 
-_OF_KEYS = ("kv_ids", "kv_positions")
+What there is of keys besides themselves, a few bytes a token, is all there on each device, as are columns of matrices of
+scores: the slice of a hop costs nothing, where another message would cost its latency.
+"""
 
 
 def forward(placement: Placement, layout: str, attend: Callable, arrays: tuple[Array, ...], operands: Operands):
     """This device's output, lse and, where asked for, largest scores; `attend(arrays, operands)` is one device's forward."""
     query, key, value = arrays
-    moving = (key, value, _metadata_of_keys(operands))
+    moving = (key, value)
     shifts, visible = _shifts(placement), _visible(placement, operands)
     partial = dataclasses.replace(operands, sinks=None, out_dtype=wide_dtype(query))
     found = None
     for number, shift in enumerate(shifts):
+        moving, found = lax.optimization_barrier((moving, found))
         upcoming = moving
         if number + 1 < len(shifts):
             upcoming = _sent(placement, moving, shifts[number + 1] - shift)
 
         def hop(moving=moving, shift=shift):
-            key, value, metadata = moving
-            return attend((query, key, value), _of_hop(placement, partial, metadata, shift))
+            return attend((query, *moving), _of_hop(placement, partial, shift))
 
         part = _where_visible(placement, visible, shift, hop, (0, -jnp.inf, -jnp.inf))
         found = part if found is None else _merged(found, part, layout)
@@ -69,19 +73,19 @@ def backward(
     float32, and are home after the last hop.
     """
     query, key, value = arrays
-    moving = (key, value, _metadata_of_keys(operands))
+    moving, rows = lax.optimization_barrier(((key, value), rows))
     shifts, visible = _shifts(placement), _visible(placement, operands)
     partial = with_wide_bias(placement, operands, "rows", "columns")
     partial = dataclasses.replace(partial, sinks=None, out_dtype=wide_dtype(query))
     dquery, returning, dbias = None, None, None
     for number, shift in enumerate(shifts):
+        moving, dquery = lax.optimization_barrier((moving, dquery))
         upcoming = moving
         if number + 1 < len(shifts):
             upcoming = _sent(placement, moving, shifts[number + 1] - shift)
 
         def hop(moving=moving, shift=shift):
-            key, value, metadata = moving
-            return differentiate((query, key, value), _of_hop(placement, partial, metadata, shift), *rows)
+            return differentiate((query, *moving), _of_hop(placement, partial, shift), *rows)
 
         (dquery_part, *dkv), (dbias_part, _) = _where_visible(placement, visible, shift, hop, 0)
         dquery = dquery_part if dquery is None else dquery + dquery_part
@@ -123,15 +127,12 @@ def _visible(placement: Placement, operands: Operands):
         if all(map(all, placement.seen)):
             return None
         return jnp.asarray(placement.seen)[lax.axis_index(placement.axis)]
-    segments, blocks = operands.segments, placement.summary_blocks
+    segments, blocks, devices = operands.segments, placement.summary_blocks, placement.devices
     assert segments is not None
-    summaries = [
-        block_summary(ids, positions, ids.shape[1] // blocks)
-        for ids, positions in ((segments.q_ids, segments.q_positions), (segments.kv_ids, segments.kv_positions))
-    ]
-    kv_summaries = lax.all_gather(summaries[1], placement.axis, axis=2, tiled=True)
-    seen, _ = visible_blocks(summaries[0], kv_summaries, operands.lower, operands.upper)
-    return jnp.any(seen, axis=(0, 1)).reshape(placement.devices, blocks).any(axis=1)
+    queries = block_summary(segments.q_ids, segments.q_positions, segments.q_ids.shape[1] // blocks)
+    keys = block_summary(segments.kv_ids, segments.kv_positions, segments.kv_ids.shape[1] // (blocks * devices))
+    seen, _ = visible_blocks(queries, keys, operands.lower, operands.upper)
+    return jnp.any(seen, axis=(0, 1)).reshape(devices, blocks).any(axis=1)
 
 
 def _where_visible(placement: Placement, visible, shift: int, hop: Callable, nothing: Any):
@@ -162,29 +163,17 @@ def _sent(placement: Placement, tree, shift: int):
     return jax.tree.map(lambda x: lax.ppermute(x, placement.axis, pairs), tree)
 
 
-def _metadata_of_keys(operands: Operands) -> dict[str, Array]:
-    metadata = dict(kv_index=operands.kv_index)
-    if operands.segments is not None:
-        metadata |= {name: getattr(operands.segments, name) for name in _OF_KEYS}
-    return {name: x for name, x in metadata.items() if x is not None}
+def _of_hop(placement: Placement, operands: Operands, shift: int) -> Operands:
+    """Operands for the keys that are here at a shift."""
 
-
-def _of_hop(placement: Placement, operands: Operands, metadata: dict[str, Array], shift: int) -> Operands:
-    """Operands for the keys that are here at a shift: what travelled with them, and their columns of what did not."""
-    metadata = dict(metadata)
-    changed: dict[str, Any] = dict(kv_index=metadata.pop("kv_index", None))
-    if operands.segments is not None:
-        changed["segments"] = dataclasses.replace(operands.segments, **metadata)
-    operands = dataclasses.replace(operands, **changed)
-
-    def columns(x, dimensions):
-        if "columns" not in dimensions:
+    def of_keys(x, names):
+        axis = next((axis for axis, name in enumerate(names) if name in ("kv", "columns")), None)
+        if axis is None:
             return x
-        axis = dimensions.index("columns")
         size = x.shape[axis] // placement.devices
         return lax.dynamic_slice_in_dim(x, _source(placement, shift) * size, size, axis)
 
-    return map_operands(columns, operands)
+    return map_operands(of_keys, operands)
 
 
 def _with_columns(placement: Placement, dbias, part: Array, operands: Operands, shift: int) -> Array:
