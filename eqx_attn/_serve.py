@@ -21,7 +21,7 @@ from ._validate import check_bias, check_dropout, check_sinks, check_softcap
 from ._vjp import attend, Learned, unpacked
 from .sharding._batch import check_sharding, on_mesh, split_batch
 from .sharding._context import ContextParallel, mesh_of
-from .sharding._place import attend_placed, check_context, sizes_on_device, whole_metadata
+from .sharding._place import attend_placed, check_context, merges_sinks, sizes_on_device, whole_metadata
 
 
 class AttentionOutput(NamedTuple):
@@ -97,12 +97,11 @@ def sizes_of(query, key, value, layout: str) -> Sizes:
 
 def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
     """The result of a call. `arrays` are in `layout`, a kernel's, with any batch axes."""
+    mesh = None if options.context is None else mesh_of(options.context, *arrays)
     check_sharding(arrays, layout, sizes.q_heads, sizes.kv_heads, options.context)
     if len(sizes.batch_shape) > 1 and on_mesh(arrays):
         return _serve_mapped(arrays, sizes, layout, options)
-    mesh = None
     if options.context is not None:
-        mesh = mesh_of(options.context, *arrays)
         check_context(options, mesh, sizes)
         options = dataclasses.replace(options, mask=whole_metadata(options.context, mesh, options.mask))
         arrays, layout = unpacked(arrays, layout, sizes.kv_heads), "bhsd" if layout == "bhsd" else "bshd"
@@ -174,7 +173,7 @@ def prepare(sizes: Sizes, layout: str, options: Options, mesh=None) -> tuple[Req
         dense=plan.dense is not None,
         bias=options.bias is not None,
         softcap=options.softcap is not None,
-        sinks=options.sinks is not None,
+        sinks=options.sinks is not None and not merges_sinks(options.context),
         dropout=_dropout_of(options) is not None,
         maxlogit=options.return_max_logit,
     )

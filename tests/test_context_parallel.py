@@ -8,7 +8,6 @@ import oracle
 import pytest
 from jax.sharding import AxisType
 
-import eqx_attn
 from eqx_attn import (
     BlockSparse,
     Causal,

@@ -29,6 +29,8 @@ def backward(
     *rows: Array,
 ):
     """Gradients as one device's `differentiate(arrays, operands, *rows)` gives them; `rows` are out, lse, dout, dlse."""
+    # Gathered again rather than kept from the forward, for which XLA would otherwise see to it.
+    arrays, rows = lax.optimization_barrier((arrays, rows))
     wide = dataclasses.replace(with_wide_bias(placement, operands, "rows"), out_dtype=wide_dtype(arrays[0]))
     (dquery, *dkv), (dbias, dsinks) = differentiate(_gathered(placement, layout, arrays), wide, *rows)
     axis = _kv_axis(layout)

@@ -55,6 +55,11 @@ def whole_metadata(context: ContextParallel, mesh, mask: Mask) -> Mask:
     return jax.tree.map(lambda x: resharded_along(mesh, context.axis, PartitionSpec(*(None,) * x.ndim), x), mask)
 
 
+def merges_sinks(context: ContextParallel | None) -> bool:
+    """Whether kernels do not see sinks, which count once in a row and not in each hop."""
+    return context is not None and context.strategy == "ring"
+
+
 def sizes_on_device(strategy: str, order: Order, sizes: Any) -> Any:
     """The sizes of what one device computes at a time."""
     devices, q_seq, kv_seq = order.devices, order.padded(sizes.q_seq), order.padded(sizes.kv_seq)
