@@ -44,7 +44,7 @@ CASES = dict(
     ),
     full=("ring striped", AUTO, dict(context=2, tensor=2), Full(), dict(dropout=True, dims=(16, 8))),
     four_axes=("ring dual_chunk", EXPLICIT, dict(data=2, fsdp=1, tensor=2, context=2), Causal(), dict(softcap=2.0)),
-    fsdp=("ring contiguous", EXPLICIT, dict(data=2, fsdp=2, context=2), Causal() & Segments(DOCUMENTS), dict(bias=bias(4, 24, 24)[:, None])),
+    fsdp=("ring contiguous", EXPLICIT, dict(data=2, fsdp=2, context=2), Causal() & Segments(DOCUMENTS), dict(bias=bias(4, 1, 24, 24))),
     ids=("ring striped", AUTO, dict(context=4), Segments(IDS, IDS[:, ::-1]), dict(sinks=True)),
     ids_dual=("ring dual_chunk", EXPLICIT, dict(context=4), SlidingWindow(3, 1) & Segments(IDS), {}),
     prefix=("ring contiguous", EXPLICIT, dict(context=4), PrefixLM(jnp.array([3, 0, 9, 24])), {}),
