@@ -148,9 +148,9 @@ class Segments(Mask):
         Ids and positions that were given are in the arrays' order already. Lengths speak of the original order, and so do
         ranks, which become explicit (`with_positions`).
         """
-        sides = [(self._queries, self._q_positions), (self._keys, self._kv_positions)]
-        ids, positions = zip(*(_dealt(*side, places, with_positions) for side in sides), strict=True)
-        return Segments(*ids, *positions)
+        q_ids, q_positions = _dealt(self._queries, self._q_positions, places, with_positions)
+        kv_ids, kv_positions = _dealt(self._keys, self._kv_positions, places, with_positions)
+        return Segments(q_ids, kv_ids, q_positions, kv_positions)
 
 
 class _Lengths(eqx.Module):

@@ -20,8 +20,8 @@ from ._resolve import resolve
 from ._validate import check_bias, check_dropout, check_sinks, check_softcap
 from ._vjp import attend, Learned, unpacked
 from .sharding._batch import check_sharding, on_mesh, split_batch
-from .sharding._context import ContextParallel, mesh_of
-from .sharding._place import attend_placed, check_context, merges_sinks, sizes_on_device, whole_metadata
+from .sharding._context import ContextParallel
+from .sharding._place import Spread
 
 
 class AttentionOutput(NamedTuple):
@@ -97,28 +97,28 @@ def sizes_of(query, key, value, layout: str) -> Sizes:
 
 def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
     """The result of a call. `arrays` are in `layout`, a kernel's, with any batch axes."""
-    mesh = None if options.context is None else mesh_of(options.context, *arrays)
+    spread = Spread.of(options.context, arrays)
     check_sharding(arrays, layout, sizes.q_heads, sizes.kv_heads, options.context)
     if len(sizes.batch_shape) > 1 and on_mesh(arrays):
         return _serve_mapped(arrays, sizes, layout, options)
-    if options.context is not None:
-        check_context(options, mesh, sizes)
-        options = dataclasses.replace(options, mask=whole_metadata(options.context, mesh, options.mask))
+    if spread is not None:
+        spread.check(options.implementation, sizes)
+        options = dataclasses.replace(options, mask=spread.mask(options.mask))
         arrays, layout = unpacked(arrays, layout, sizes.kv_heads), "bhsd" if layout == "bhsd" else "bshd"
-    request, plan = prepare(sizes, layout, options, mesh)
+    request, plan = prepare(sizes, layout, options, spread)
     call = resolve(request, options.implementation)
     scale = float(sizes.qk_dim**-0.5 if options.scale is None else options.scale)
     if scale <= 0:  # the kernels take the maximum of scores before they scale
         arrays, scale = _negated(arrays, scale, layout)
-    operands = call_operands(plan, scale, sizes, request.layout, options, mesh)
+    operands = call_operands(plan, scale, sizes, request.layout, options, spread)
     learned = learned_of(options, sizes)
     arrays = tuple(jnp.reshape(x, (sizes.batch, *x.shape[-3:])) for x in arrays)
     if call.default.implementation == "reference":
         results = _reference(layout, arrays, dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks))
-    elif mesh is None:
+    elif spread is None:
         results = attend(call, arrays, operands, learned)
     else:
-        results = attend_placed(options, mesh, call, arrays, operands, learned)
+        results = spread.attend(options.mask, call, arrays, operands, learned)
     out, lse, *max_logit = (x.reshape(*sizes.batch_shape, *x.shape[1:]) for x in results)
     return AttentionOutput(out, lse, *(jax.lax.stop_gradient(jnp.max(x, axis=-1)) for x in max_logit))
 
@@ -129,10 +129,10 @@ def _serve_mapped(arrays, sizes: Sizes, layout: str, options: Options) -> Attent
     On a mesh a reshape would have to move examples where another axis than the first is sharded; mapped axes are folded
     on each device.
     """
-    mesh = None if options.context is None else mesh_of(options.context, *arrays)
+    spread = Spread.of(options.context, arrays)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (options.mask, options.bias))
     jax.eval_shape(
-        lambda *x: _check(sizes, layout, options, mesh, *x), *shapes
+        lambda *x: _check(sizes, layout, options, spread, *x), *shapes
     )  # messages name the shapes that were given
     if options.seeds is None and (dropout := _dropout_of(options)) is not None:
         seeds = _dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)
@@ -147,33 +147,33 @@ def _serve_mapped(arrays, sizes: Sizes, layout: str, options: Options) -> Attent
     return jax.vmap(of_one, in_axes=(0, axes))(arrays, arguments)
 
 
-def _check(sizes: Sizes, layout: str, options: Options, mesh, mask: Mask, bias: Array | None) -> None:
+def _check(sizes: Sizes, layout: str, options: Options, spread: Spread | None, mask: Mask, bias: Array | None) -> None:
     """Raises what a call with this mask and bias would."""
     options = dataclasses.replace(options, mask=mask, bias=bias)
-    prepare(sizes, layout, options, mesh)
+    prepare(sizes, layout, options, spread)
     learned_of(options, sizes)
 
 
-def prepare(sizes: Sizes, layout: str, options: Options, mesh=None) -> tuple[Request, MaskPlan]:
+def prepare(sizes: Sizes, layout: str, options: Options, spread: Spread | None = None) -> tuple[Request, MaskPlan]:
     """What resolution looks at, and the mask in the kernels' terms.
 
-    With a `mesh`, that of the options' context, the request is of what one device computes and the mask is of all of it.
+    Where the call is `spread`, the request is of what one device computes and the mask of all of it.
     """
     check_bias(options.bias)
     check_sinks(options.sinks, sizes.q_heads)
     check_softcap(options.softcap)
     check_dropout(options.dropout)
-    order = None if mesh is None else options.context.order_on(mesh)
+    order = None if spread is None else spread.order
     plan = plan_mask(options.mask, sizes.batch_shape, sizes.q_heads, sizes.q_seq, sizes.kv_seq, order)
-    if order is not None:
-        sizes = sizes_on_device(options.context.strategy, order, sizes)
+    if spread is not None:
+        sizes = spread.sizes_on_device(sizes)
     used = dict(
         segments=plan.segments is not None,
         blocks=plan.blocks is not None,
         dense=plan.dense is not None,
         bias=options.bias is not None,
         softcap=options.softcap is not None,
-        sinks=options.sinks is not None and not merges_sinks(options.context),
+        sinks=options.sinks is not None and (spread is None or not spread.merges_sinks),
         dropout=_dropout_of(options) is not None,
         maxlogit=options.return_max_logit,
     )
@@ -209,14 +209,16 @@ def operands_for(plan: MaskPlan, scale: float) -> Operands:
     )
 
 
-def call_operands(plan: MaskPlan, scale: float, sizes: Sizes, layout: str, options: Options, mesh=None) -> Operands:
+def call_operands(
+    plan: MaskPlan, scale: float, sizes: Sizes, layout: str, options: Options, spread: Spread | None = None
+) -> Operands:
     """`operands_for` with what the options of a call add."""
     return dataclasses.replace(
         operands_for(plan, scale),
         softcap=None if options.softcap is None else float(options.softcap),
         max_logit=options.return_max_logit,
         heads_of_kv=sizes.kv_heads if layout in ("qkv", "kv") else None,
-        **_dropout_operands(options, sizes, mesh),
+        **_dropout_operands(options, sizes, spread),
     )
 
 
@@ -225,13 +227,11 @@ def _dropout_of(options: Options) -> Dropout | None:
     return options.dropout if options.dropout is not None and options.dropout.rate > 0 else None
 
 
-def _dropout_operands(options: Options, sizes: Sizes, mesh) -> dict:
+def _dropout_operands(options: Options, sizes: Sizes, spread: Spread | None) -> dict:
     dropout = _dropout_of(options)
     if dropout is None:
         return {}
-    index = functools.partial(jnp.arange, dtype=jnp.int32)
-    if options.context is not None and mesh is not None:
-        index = options.context.order_on(mesh).positions
+    index = functools.partial(jnp.arange, dtype=jnp.int32) if spread is None else spread.order.positions
     return dict(
         dropout_rate=float(dropout.rate),
         dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from .._attention import attention
 from ..sharding import _ring
-from ..sharding._context import ContextParallel
+from ..sharding._context import ContextParallel, OrderName, Strategy
 from ._environment import commit, device_kind, versions
 
 DIRECTIONS = ("forward", "forward and backward")
@@ -25,8 +25,8 @@ class ContextCase:
     """Causal self-attention of one sequence of `tokens` on all devices."""
 
     tokens: int
-    strategy: str
-    order: str
+    strategy: Strategy
+    order: OrderName
     heads: int = 16
     head_dim: int = 128
     dtype: str = "bfloat16"
@@ -37,7 +37,7 @@ class ContextCase:
         return forward if direction == "forward" else 3.5 * forward
 
 
-_WAYS = [
+_WAYS: list[tuple[Strategy, OrderName]] = [
     ("ring", "contiguous"),
     ("ring", "dual_chunk"),
     ("ring", "striped"),

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, jaxtyped, PRNGKeyArray
 from .._attention import attention, Implementation
 from .._dropout import Dropout
 from .._masks import as_mask, Mask
-from ..sharding._context import ContextParallel, mesh_of
-from ..sharding._place import whole_metadata
+from ..sharding._context import ContextParallel
+from ..sharding._place import Spread
 from ._cache import KVCache
 from ._dropout_attention import attention_with_dropout
 from ._positions import mask_positions
@@ -230,9 +230,8 @@ class MultiheadAttention(eqx.Module):
             )
         if cache is None:
             order = None
-            if self.context is not None:
-                mesh = mesh_of(self.context, query, key_)
-                order, mask = self.context.order_on(mesh), whole_metadata(self.context, mesh, mask)
+            if (spread := Spread.of(self.context, (query, key_))) is not None:
+                order, mask = spread.order, spread.mask(mask)
             positions = mask_positions(mask, query.shape[0], key_.shape[0], order)
             heads = _rotated(self.rotary, positions, *heads)
         else:
@@ -265,8 +264,9 @@ class MultiheadAttention(eqx.Module):
             dropout = Dropout(float(self.dropout.p), dropout_key)
         else:
             dropout = None
-        options = dict(mask=mask, dropout=dropout, implementation=self.implementation, context=self.context)
-        return cast(Array, attention(query, key_, value, **options))
+        implementation, context = self.implementation, self.context
+        out = attention(query, key_, value, mask=mask, dropout=dropout, implementation=implementation, context=context)
+        return cast(Array, out)
 
     def _check_inputs(self, query, key_, value):
         sizes = dict(query=self.query_size, key_=self.key_size, value=self.value_size)

@@ -1,14 +1,16 @@
 """`ContextParallel`: sequences over the devices of a mesh axis, and what a call keeps of it."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, get_args, Literal
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ._order import Order, ORDERS
+from ._order import Order
 
-STRATEGIES = ("ring", "all_gather", "all_to_all")
+Strategy = Literal["ring", "all_gather", "all_to_all"]
+OrderName = Literal["contiguous", "dual_chunk", "striped"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +39,14 @@ class ContextParallel:
     """
 
     axis: str
-    strategy: Literal["ring", "all_gather", "all_to_all"] = "ring"
-    order: Literal["contiguous", "dual_chunk", "striped"] = "contiguous"
+    strategy: Strategy = "ring"
+    order: OrderName = "contiguous"
     stripe: int = 1
 
     def __post_init__(self):
         if not isinstance(self.axis, str):
             raise TypeError(f"ContextParallel's axis is {self.axis!r}: give the name of one mesh axis")
-        for name, known in (("strategy", STRATEGIES), ("order", ORDERS)):
+        for name, known in (("strategy", get_args(Strategy)), ("order", get_args(OrderName))):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"ContextParallel's {name} is {getattr(self, name)!r}: it is one of {', '.join(known)}"
@@ -84,7 +86,7 @@ def mesh_of(context: ContextParallel, *arrays: Any) -> Mesh | AbstractMesh:
     Raises ValueError where there is none, or where the axis is already manual.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in arrays] + [jax.sharding.get_abstract_mesh()]
-    concrete = [x.sharding for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    concrete = [x.sharding for x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     meshes += [sharding.mesh for sharding in concrete if isinstance(sharding, NamedSharding)]
     for mesh in meshes:
         if mesh is not None and context.axis in mesh.axis_names:

@@ -4,8 +4,6 @@ import dataclasses
 
 import numpy as np
 
-ORDERS = ("contiguous", "dual_chunk", "striped")
-
 
 @dataclasses.dataclass(frozen=True)
 class Order:

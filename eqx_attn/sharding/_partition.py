@@ -56,7 +56,7 @@ class Direction:
         """The results of global arrays, under all `jax.vmap` of `levels`."""
         return _Share(self, levels, arguments).compute()
 
-    def strategy(self, arrays: Array, operands: Operands, *others: Array) -> Any:
+    def strategy(self, arrays: tuple[Array, ...], operands: Operands, *others: Array) -> Any:
         """The results on one device of the axis of the call's placement, inside a shard_map over it."""
         placement = self.call.placement
         assert placement is not None
@@ -197,7 +197,8 @@ class _Share:
 
     def _division(self, found: list[tuple[Axes, ...]], sizes: Mapping[str, int]) -> Division:
         """The division that the arguments' axes ask for. Of operands only their mapped axes count: they follow."""
-        context = None if self.placement is None else self.placement.axis
+        placement = self.placement
+        context = None if placement is None else placement.axis
         arrays = {
             name: (self.dims[i], without_context(context, self.dims[i], found[i]))
             for i, name in enumerate(array_names(self.layout))
@@ -207,9 +208,9 @@ class _Share:
             if any(found[i][: len(names)]):
                 arrays[f"operand {i - self.count}"] = (Dims(names), found[i][: len(names)])
         division = divide(arrays, sizes, self.q_heads, self.kv_heads)
-        if context is None or context not in axes_of_type(mesh_of(self.leaves), AxisType.Explicit):
+        if placement is None or context not in axes_of_type(mesh_of(self.leaves), AxisType.Explicit):
             return division
-        return with_context(self.placement, division)
+        return with_context(placement, division)
 
     def _in_structure(self, results: list[Array]) -> Any:
         if not self.direction.backward:

@@ -38,6 +38,7 @@ def placed_operand_dims(placement: Placement | None, operands):
 def with_context(placement: Placement, division: Division) -> Division:
     """A division of batch and heads, and of tokens over the axis of a placement."""
     axis = placement.axis
+    axes: dict[str, tuple[str, ...]]
     axes = {CONTEXT + name: (axis,) for name in (*_TOKENS, "q_blocks", "kv_blocks")}
     axes[CONTEXT + "q_heads"] = (*division.axes.get("q_heads", ()), axis)
     return dataclasses.replace(division, axes={**division.axes, **axes})

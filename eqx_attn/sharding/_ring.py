@@ -9,6 +9,7 @@ came in the forward, and each device would hold all keys.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,9 +47,7 @@ def forward(placement: Placement, layout: str, attend: Callable, arrays: tuple[A
         if number + 1 < len(shifts):
             upcoming = _sent(placement, moving, shifts[number + 1] - shift)
 
-        def hop(moving=moving, shift=shift):
-            return attend((query, *moving), _of_hop(placement, partial, shift))
-
+        hop = functools.partial(attend, (query, *moving), _of_hop(placement, partial, shift))
         part = _where_visible(placement, visible, shift, hop, (0, -jnp.inf, -jnp.inf))
         found = part if found is None else _merged(found, part, layout)
         moving = upcoming
@@ -84,9 +83,7 @@ def backward(
         if number + 1 < len(shifts):
             upcoming = _sent(placement, moving, shifts[number + 1] - shift)
 
-        def hop(moving=moving, shift=shift):
-            return differentiate((query, *moving), _of_hop(placement, partial, shift), *rows)
-
+        hop = functools.partial(differentiate, (query, *moving), _of_hop(placement, partial, shift), *rows)
         (dquery_part, *dkv), (dbias_part, _) = _where_visible(placement, visible, shift, hop, 0)
         dquery = dquery_part if dquery is None else dquery + dquery_part
         returning = dkv if returning is None else jax.tree.map(jnp.add, returning, dkv)
@@ -187,5 +184,5 @@ def _with_columns(placement: Placement, dbias, part: Array, operands: Operands, 
 
 
 def _merged(found, part, layout: str):
-    out, lse = merge_parts(*found[:2], *part[:2], layout)
+    out, lse = merge_parts(found[0], found[1], part[0], part[1], layout)
     return out, lse, *map(jnp.maximum, found[2:], part[2:])

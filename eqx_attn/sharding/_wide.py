@@ -25,9 +25,7 @@ def with_wide_bias(placement: Placement, operands: Operands, *summed: str) -> Op
 
 def whole_bias_gradient(placement: Placement, dbias: Array | None, operands: Operands, divided: str) -> Array | None:
     """In the bias' dtype; summed over the axis, along which `divided` lies, where the bias has 1 for that dimension."""
-    if dbias is None:
+    if dbias is None or operands.bias is None:
         return None
-    assert operands.bias is not None
-    if divided not in placement.bias_dimensions:
-        dbias = lax.psum(dbias, placement.axis)
-    return dbias.astype(operands.bias.dtype)
+    whole: Array = dbias if divided in placement.bias_dimensions else lax.psum(dbias, placement.axis)
+    return whole.astype(operands.bias.dtype)
