@@ -36,6 +36,10 @@ CASES = dict(
     causal=("ring contiguous", EXPLICIT, dict(context=4), Causal(), {}),
     causal_dual=("ring dual_chunk", AUTO, dict(context=4), Causal(), dict(sinks=True)),
     causal_striped=("ring striped", EXPLICIT, dict(data=2, context=4), Causal(), dict(bias=bias(1, 4, 24, 24))),
+    narrow=(
+        *("ring dual_chunk", EXPLICIT, dict(data=2, context=2), Causal()),
+        dict(dtype="bfloat16", bias=bias(1, 4, 1, 24).astype(jnp.bfloat16), sinks=True),
+    ),
     odd=("ring dual_chunk", EXPLICIT, dict(context=3), SlidingWindow(5, 2), dict(bias=bias(4, 1, 1, 24))),
     window=("ring contiguous", AUTO, dict(data=2, context=4), SlidingWindow(4, 1), dict(dropout=True)),
     window_bottom=(
@@ -69,6 +73,7 @@ def test_equals_one_device(name, random_key):
     given = dict(given)
     sizes = (given.pop("q_seq", 24), given.pop("kv_seq", 24))
     options = dict(layout=given.pop("layout", "bshd"))
+    options["dtype"] = given.pop("dtype", "float32")
     inputs = oracle.random_inputs(random_key, *sizes, batch=(4,), dims=given.pop("dims", (16, 16)), **options)
     if given.pop("dense", False):
         mask = Causal() & (RANDOM.random((4, 1, *sizes)) < 0.7)

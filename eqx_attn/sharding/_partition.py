@@ -139,10 +139,9 @@ class _Share:
         dtypes += [x.dtype for x in _learned(operands, backward=True)]
         summed = [division.summed(self.dims[i]) for i in self.learned]
         if own is not None and operands.out_dtype is None:
-            operands = dataclasses.replace(operands, out_dtype=str(jnp.promote_types(arrays[0].dtype, jnp.float32)))
+            operands = dataclasses.replace(operands, out_dtype=_at_least_float32(arrays[0].dtype))
         if operands.bias_gradient and summed[0]:
-            wide = jnp.promote_types(operands.bias.dtype, jnp.float32)
-            operands = dataclasses.replace(operands, bias=operands.bias.astype(wide))
+            operands = dataclasses.replace(operands, bias=operands.bias.astype(_at_least_float32(operands.bias.dtype)))
         results = self._function(division, arrays, operands, *others)
         grads, learned = results[: self.count], results[self.count :]
         if own is not None:
@@ -257,14 +256,14 @@ def array_names(layout: str) -> tuple[str, ...]:
 
 
 def aligned_cotangent(name: str, result: Array, cotangent: Any) -> Array:
-    """The cotangent of a result, whose sharding is the law: zeros, where there is none, are made like it.
+    """The cotangent of a result, whose sharding is the law: zeros where there is none, or what the type leaves open.
 
     Raises ValueError where the type of the cotangent says another sharding.
     """
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros_like(result)
     specs = [spec_of(typed_entries(x)) for x in (result, cotangent)]
-    if specs[0] != specs[1]:
+    if specs[0] != specs[1] and not jax.typeof(cotangent).sharding.mesh.empty:
         raise ValueError(
             f"attention's {name} is sharded as {specs[0]} and its cotangent as {specs[1]}: reshard what comes after the call, "
             f"for instance jax.reshard(cotangent, {specs[0]})"
@@ -290,6 +289,10 @@ def _has_auto(mesh: Mesh | AbstractMesh, *but: str) -> bool:
     if mesh.empty:
         return jax.device_count() > 1
     return math.prod(mesh.shape[name] for name in axes_of_type(mesh, AxisType.Auto) if name not in but) > 1
+
+
+def _at_least_float32(dtype) -> str:
+    return "float64" if dtype == jnp.float64 else "float32"
 
 
 def _learned(operands: Operands, backward: bool) -> list:

@@ -20,7 +20,7 @@ def with_wide_bias(placement: Placement, operands: Operands, *summed: str) -> Op
     bias = operands.bias
     if bias is None or not operands.bias_gradient or all(name in placement.bias_dimensions for name in summed):
         return operands
-    return dataclasses.replace(operands, bias=bias.astype(jnp.promote_types(bias.dtype, jnp.float32)))
+    return dataclasses.replace(operands, bias=bias.astype(wide_dtype(bias)))
 
 
 def whole_bias_gradient(placement: Placement, dbias: Array | None, operands: Operands, divided: str) -> Array | None:
