@@ -1,6 +1,6 @@
 """Attention for JAX and Equinox whose kernels are written by templates."""
 
-from . import nn as nn
+from . import nn as nn, sharding as sharding
 from ._attention import attention as attention
 from ._context import interpret as interpret, target as target
 from ._dropout import Dropout as Dropout
@@ -24,3 +24,4 @@ from ._packed import (
     attention_ragged as attention_ragged,
 )
 from ._serve import AttentionOutput as AttentionOutput
+from .sharding._context import ContextParallel as ContextParallel

@@ -9,6 +9,7 @@ from ._dropout import Dropout
 from ._masks import as_mask, Full, Mask
 from ._serve import AttentionOutput, Options, serve, sizes_of
 from ._validate import check_arrays, check_scale
+from .sharding._context import ContextParallel
 
 Layout = Literal["bshd", "bhsd"]
 Implementation = Literal["pallas_tpu", "triton", "gluon_hopper", "xla", "reference"]
@@ -30,6 +31,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    context: ContextParallel | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """Scaled dot-product attention, `softmax(scale * query @ key.T) @ value` over the keys that `mask` shows.
 
@@ -64,6 +66,7 @@ def attention(
         them whatever is given.
     - `return_lse`: return an `AttentionOutput` with the lse, which is differentiable.
     - `return_max_logit`: return an `AttentionOutput` also with the largest visible score of each head, without gradient.
+    - `context`: an `eqx_attn.ContextParallel`: the sequences are spread over the devices of a mesh axis.
 
     **Returns:** `[*batch, q_seq, q_heads, v_dim]` in the query's dtype and layout, or an `AttentionOutput`.
 
@@ -72,7 +75,7 @@ def attention(
     check_arrays(query, key, value, layout)
     check_scale(scale)
     options = Options(
-        as_mask(mask), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit
+        as_mask(mask), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
     )
     checked = _attention_bshd if layout == "bshd" else _attention_bhsd
     return result_of(checked(query, key, value, options), return_lse)

@@ -6,6 +6,7 @@ from typing import Any
 from ._codegen import KernelSpec, Layout, MaskKind
 from ._context import CallContext
 from ._operands import Tile, Tiles
+from .sharding._context import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +23,15 @@ class Call:
     """Everything about a call that is not an array. Hashable, so that it can be a static argument.
 
     `routes` maps a platform ("cuda", "tpu") to its route; `default` serves every other platform. `context` is what was in
-    force at the call; the backward runs after it has ended and restores it.
+    force at the call; the backward runs after it has ended and restores it. With a `placement` the arrays are global, and
+    the routes serve what one device of its axis computes.
     """
 
     layout: str
     default: Route
     routes: tuple[tuple[str, Route], ...] = ()
     context: CallContext = CallContext((), False)
+    placement: Placement | None = None
 
 
 @dataclasses.dataclass(frozen=True)

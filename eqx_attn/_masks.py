@@ -1,5 +1,6 @@
 """Which keys a query may see: masks, how they compose, and what a kernel receives of them."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import equinox as eqx
@@ -140,6 +141,16 @@ class Segments(Mask):
         if self._keys is None:
             return queries, queries
         return queries, _ranks_of(self._keys) if self._kv_positions is None else self._kv_positions
+
+    def dealt(self, places: "Callable[[int], np.ndarray]", with_positions: bool = True) -> "Segments":
+        """The same for arrays whose tokens lie in another order; `places(seq)` says which token is at each place.
+
+        Ids and positions that were given are in the arrays' order already. Lengths speak of the original order, and so do
+        ranks, which become explicit (`with_positions`).
+        """
+        q_ids, q_positions = _dealt(self._queries, self._q_positions, places, with_positions)
+        kv_ids, kv_positions = _dealt(self._keys, self._kv_positions, places, with_positions)
+        return Segments(q_ids, kv_ids, q_positions, kv_positions)
 
 
 class _Lengths(eqx.Module):
@@ -298,6 +309,19 @@ def _ranks_of(given: "Array | _Lengths") -> Array:
     if isinstance(given, _Lengths):
         return ranks_from_lengths(given.lengths, given.seq)
     return ranks_within_ids(given)
+
+
+def _dealt(given, positions, places, with_positions):
+    if given is None:
+        return None, None
+    if isinstance(given, _Lengths):
+        order = places(given.seq)
+        return _ids_of(given)[..., order], _ranks_of(given)[..., order]
+    if positions is None and with_positions:
+        order = places(given.shape[-1])
+        original = _ranks_of(given[..., np.argsort(order)])
+        positions = original[..., order]
+    return given, positions
 
 
 def _positions(name: str, positions, ids_name: str, ids) -> Array | None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from beartype import beartype
 from jaxtyping import Array, Float, jaxtyped
 
+from ._merge_parts import merge_parts
 from ._serve import AttentionOutput
 
 
@@ -49,17 +50,7 @@ def merge(
     if out_a.shape != out_b.shape:
         raise ValueError(f"out_a has shape {out_a.shape} and out_b {out_b.shape}: they are the same queries' results")
     wide = jnp.dtype(jnp.float64 if out_a.dtype == jnp.float64 else jnp.float32)
-    lse_a, lse_b = lse_a.astype(wide), lse_b.astype(wide)
-    largest = jnp.maximum(lse_a, lse_b)
-    dead = largest == -jnp.inf
-    # Dead rows subtract 0, and dead parts exponentiate 0 before they are hidden, so that no gradient meets inf - inf.
-    largest = jnp.where(dead, 0, largest)
-    share_a, share_b = (
-        jnp.where(lse == -jnp.inf, 0, jnp.exp(jnp.where(lse == -jnp.inf, 0, lse - largest))) for lse in (lse_a, lse_b)
-    )
-    total = jnp.where(dead, 1, share_a + share_b)
-    out = _weighted(out_a, share_a / total, layout) + _weighted(out_b, share_b / total, layout)
-    lse = jnp.where(dead, -jnp.inf, largest + jnp.log(total))
+    out, lse = merge_parts(out_a, lse_a.astype(wide), out_b, lse_b.astype(wide), layout)
     return AttentionOutput(out.astype(out_a.dtype), lse)
 
 
@@ -67,10 +58,3 @@ def _rows(out, layout):
     if layout == "bshd":
         return (*out.shape[:-3], out.shape[-2], out.shape[-3])
     return out.shape[:-1]
-
-
-def _weighted(out, weight, layout):
-    if layout == "bshd":
-        weight = jnp.swapaxes(weight, -1, -2)
-    weight = weight[..., None]
-    return jnp.where(weight == 0, 0, out.astype(weight.dtype) * weight)

@@ -9,6 +9,8 @@ from ._dropout import Dropout
 from ._masks import as_mask, Full, Mask, Segments
 from ._serve import AttentionOutput, Options, serve, Sizes, sizes_of
 from ._validate import check_array, check_arrays, check_lengths, check_scale
+from .sharding._batch import check_packed_heads
+from .sharding._context import ContextParallel
 
 
 def attention_qkvpacked(
@@ -24,6 +26,7 @@ def attention_qkvpacked(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    context: ContextParallel | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """`attention` of query, key and value that lie in one array `[*batch, seq, 3, heads, dim]`, read in place on a GPU.
 
@@ -42,9 +45,12 @@ def attention_qkvpacked(
             f"qkv has shape {qkv.shape}: its third axis from the end holds query, key and value, so it is 3 long; for fewer "
             "key/value heads than query heads use attention_qkvfused"
         )
+    check_packed_heads("qkv", qkv)
     heads = qkv.shape[-2]
     fused = qkv.reshape(*qkv.shape[:-3], 3 * heads, qkv.shape[-1])
-    options = _options(mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit)
+    options = _options(
+        mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+    )
     return result_of(_fused(fused, heads, options), return_lse)
 
 
@@ -62,6 +68,7 @@ def attention_qkvfused(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    context: ContextParallel | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """`attention` of a fused projection's output `[*batch, seq, q_heads + 2 * kv_heads, dim]`, read in place on a GPU.
 
@@ -75,7 +82,9 @@ def attention_qkvfused(
             f"qkv has {heads} heads (shape {qkv.shape}) and kv_heads is {kv_heads}: that leaves {heads - 2 * kv_heads} query "
             "heads, which must be a multiple of kv_heads"
         )
-    options = _options(mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit)
+    options = _options(
+        mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+    )
     return result_of(_fused(qkv, kv_heads, options), return_lse)
 
 
@@ -93,6 +102,7 @@ def attention_kvpacked(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    context: ContextParallel | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """`attention` of key and value that lie in one array `[*batch, kv_seq, 2, kv_heads, dim]`, read in place on a GPU.
 
@@ -108,7 +118,9 @@ def attention_kvpacked(
             f"head dims differ: query has {query.shape[-1]} and kv {kv.shape[-1]}; a packed array has one head dim: give key "
             "and value apart to attention(...)"
         )
-    options = _options(mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit)
+    options = _options(
+        mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+    )
     return result_of(_kvpacked(query, kv, options), return_lse)
 
 
@@ -128,6 +140,7 @@ def attention_ragged(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    context: ContextParallel | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """`attention` of sequences of different lengths that lie one after the other, without padding between them.
 
@@ -158,14 +171,15 @@ def attention_ragged(
         q_lengths, query.shape[0], q_lengths if kv_lengths is None else kv_lengths, key.shape[0]
     )
     options = _options(
-        as_mask(mask) & segments, scale, None, sinks, softcap, dropout, implementation, deterministic, return_max_logit
+        as_mask(mask) & segments,
+        *(scale, None, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context),
     )
     return result_of(_ragged(query, key, value, options), return_lse)
 
 
-def _options(mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit) -> Options:
+def _options(mask, scale, *others) -> Options:
     check_scale(scale)
-    return Options(as_mask(mask), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit)
+    return Options(as_mask(mask), scale, *others)
 
 
 @jaxtyped(typechecker=beartype)
@@ -179,6 +193,7 @@ def _fused(qkv: Float[Array, "*batch seq heads dim"], kv_heads: int, options: Op
 def _kvpacked(
     query: Float[Array, "*batch q_seq q_heads dim"], kv: Float[Array, "*batch kv_seq 2 kv_heads dim"], options: Options
 ) -> AttentionOutput:
+    check_packed_heads("kv", kv)
     *batch_shape, kv_seq, _, kv_heads, dim = kv.shape
     # The shape alone: a slice of the array would be a copy outside jit.
     key = jax.ShapeDtypeStruct((*batch_shape, kv_seq, kv_heads, dim), kv.dtype)

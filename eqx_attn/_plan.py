@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool
 from ._masks import BlockSparse, Causal, Chunked, Dense, Dilated, Mask, parts, PrefixLM, Segments, SlidingWindow
 from ._operands import BlockOperands, SegmentOperands
 from ._segments import count_of_ids, refine_ids
+from .sharding._order import Order
 
 UNBOUNDED = 2**30
 """Stands for a missing bound where the kernel of a window wants both."""
@@ -52,8 +53,13 @@ class MaskPlan:
     dense: Bool[Array, "_ _ _ _"] | None
 
 
-def plan_mask(mask: Mask, batch_shape: tuple[int, ...], q_heads: int, q_seq: int, kv_seq: int) -> MaskPlan:
-    """The plan of `mask` for arrays of these sizes; arrays in it have one batch axis, the product of `batch_shape`."""
+def plan_mask(
+    mask: Mask, batch_shape: tuple[int, ...], q_heads: int, q_seq: int, kv_seq: int, order: Order | None = None
+) -> MaskPlan:
+    """The plan of `mask` for arrays of these sizes; arrays in it have one batch axis, the product of `batch_shape`.
+
+    With an `order`, in which the arrays' tokens lie, positions are never left to row numbers.
+    """
     pieces = parts(mask)
     segments = [piece for piece in pieces if isinstance(piece, Segments)]
     positional = _without_idle_prefixes([piece for piece in pieces if isinstance(piece, Positional)])
@@ -64,11 +70,18 @@ def plan_mask(mask: Mask, batch_shape: tuple[int, ...], q_heads: int, q_seq: int
         )
     shift = 0 if segments else kv_seq - q_seq
     lower, upper = _band(positional, shift)
+    if not segments:
+        lower, upper = _without_idle_bounds(lower, upper, q_seq, kv_seq)
     sizes = (batch_shape, q_heads, q_seq, kv_seq)
+    banded = lower is not None or upper is not None
     if segments:
-        tokens = _segment_tokens(segments[0], positional, batch_shape, q_seq, kv_seq)
-    elif any(isinstance(piece, PrefixLM | Chunked | Dilated) for piece in positional):
-        tokens = _row_tokens(batch_shape, q_seq, kv_seq)
+        tokens = _segment_tokens(segments[0], positional, batch_shape, q_seq, kv_seq, order)
+    elif (
+        any(isinstance(piece, PrefixLM | Chunked | Dilated) for piece in positional)
+        or order is not None
+        and (banded or order.padded(q_seq) > q_seq or order.padded(kv_seq) > kv_seq)
+    ):
+        tokens = _row_tokens(batch_shape, q_seq, kv_seq, order)
     else:
         tokens = None
     if tokens is not None:
@@ -121,17 +134,38 @@ def _band(pieces: list[Positional], shift: int) -> tuple[int | None, int | None]
     return lower, upper
 
 
-def _row_tokens(batch_shape: tuple[int, ...], q_seq: int, kv_seq: int) -> _Tokens:
-    """One segment, with row numbers for positions."""
+def _without_idle_bounds(
+    lower: int | None, upper: int | None, q_seq: int, kv_seq: int
+) -> tuple[int | None, int | None]:
+    """Row numbers lie between -q_seq and kv_seq: a bound outside never hides a key, and its kernel need not ask."""
+    return (
+        None if lower is not None and lower <= 1 - q_seq else lower,
+        None if upper is not None and upper >= kv_seq - 1 else upper,
+    )
+
+
+def _row_tokens(batch_shape: tuple[int, ...], q_seq: int, kv_seq: int, order: Order | None) -> _Tokens:
+    """One segment, with row numbers for positions; under an order, the row numbers that the tokens had."""
     q_rows, kv_rows = (
-        jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (math.prod(batch_shape), n)) for n in (q_seq, kv_seq)
+        jnp.broadcast_to(
+            jnp.arange(n, dtype=jnp.int32) if order is None else order.positions(n), (math.prod(batch_shape), n)
+        )
+        for n in (q_seq, kv_seq)
     )
     return _Tokens(jnp.ones_like(q_rows), jnp.ones_like(kv_rows), q_rows, kv_rows)
 
 
 def _segment_tokens(
-    segments: Segments, positional: list[Positional], batch_shape: tuple[int, ...], q_seq: int, kv_seq: int
+    segments: Segments,
+    positional: list[Positional],
+    batch_shape: tuple[int, ...],
+    q_seq: int,
+    kv_seq: int,
+    order: Order | None,
 ) -> _Tokens:
+    explicit_positions = segments.explicit_positions
+    if order is not None:
+        segments = segments.dealt(order.positions, with_positions=bool(positional))
     q_ids, kv_ids = segments.q_ids, segments.kv_ids
     _check_ids("q_ids", q_ids, "query", batch_shape, q_seq)
     _check_ids("kv_ids", kv_ids, "key", batch_shape, kv_seq)
@@ -143,7 +177,7 @@ def _segment_tokens(
     q_positions, kv_positions = (_flat(x, batch_shape) for x in segments.positions())
     alignments = {piece.alignment for piece in positional}
     if "bottom_right" in alignments:
-        if segments.explicit_positions:
+        if explicit_positions:
             raise ValueError(
                 'alignment="bottom_right" together with explicit positions of Segments: the positions already say how '
                 'queries and keys are aligned; use alignment="top_left"'

@@ -116,14 +116,15 @@ def _default_routes(request: Request, warn: bool) -> tuple[tuple[str, Route], ..
             routes.append((platform, kernel_route(implementation, request)))
         elif warn and platform in current_platforms():
             for reason in reasons:
-                _warn_once(f"eqx_attn.attention runs on 'xla', which is slower than {implementation}: {reason}")
+                warn_once(f"eqx_attn.attention runs on 'xla', which is slower than {implementation}: {reason}")
     return tuple(routes)
 
 
 _warned: set[str] = set()
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """A warning that is given once in a process."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=5)

@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from .sharding._rows import by_example
 
+
+@by_example
 def ids_from_lengths(lengths: Int32[Array, "*batch segments"], seq: int) -> Int32[Array, "*batch seq"]:
     """Ids 1, 2, ... of segments that follow one another; 0 behind the last one."""
     if lengths.ndim > 1:
@@ -13,6 +16,7 @@ def ids_from_lengths(lengths: Int32[Array, "*batch segments"], seq: int) -> Int3
     return jnp.where(tokens < ends[-1], 1 + segment, 0)
 
 
+@by_example
 def ranks_from_lengths(lengths: Int32[Array, "*batch segments"], seq: int) -> Int32[Array, "*batch seq"]:
     """`ranks_within_ids` of `ids_from_lengths`, without sorting."""
     if lengths.ndim > 1:
@@ -30,6 +34,7 @@ def _places(lengths: Array, seq: int) -> tuple[Array, Array, Array]:
     return ends, tokens, segment
 
 
+@by_example
 def ranks_within_ids(ids: Int32[Array, "*batch seq"]) -> Int32[Array, "*batch seq"]:
     """For each token, how many tokens of its own id come before it."""
     if ids.ndim > 1:
@@ -42,6 +47,7 @@ def ranks_within_ids(ids: Int32[Array, "*batch seq"]) -> Int32[Array, "*batch se
     return jnp.zeros_like(ids).at[order].set(tokens - group_start)
 
 
+@by_example
 def count_of_ids(ids: Int32[Array, "*batch seq"], wanted: Int32[Array, "*batch other"]) -> Int32[Array, "*batch other"]:
     """For each entry of `wanted`, how many tokens of `ids` have that id."""
     if ids.ndim > 1:
@@ -51,6 +57,7 @@ def count_of_ids(ids: Int32[Array, "*batch seq"], wanted: Int32[Array, "*batch o
     return (until - jnp.searchsorted(in_order, wanted, side="left")).astype(jnp.int32)
 
 
+@by_example
 def refine_ids(ids: Int32[Array, "*batch seq"], numbers: Int32[Array, "*batch seq"]) -> Int32[Array, "*batch seq"]:
     """New ids, equal where both `ids` and `numbers` are, from 1 on; ids <= 0 stay 0."""
     if ids.ndim > 1:

@@ -1,6 +1,7 @@
 """From checked arguments to a result: the mask planned, an implementation resolved, the call made."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ from ._reference import reference_attention
 from ._resolve import resolve
 from ._validate import check_bias, check_dropout, check_sinks, check_softcap
 from ._vjp import attend, Learned, unpacked
+from .sharding._batch import check_sharding, on_mesh, split_batch
+from .sharding._context import ContextParallel
+from .sharding._place import Spread
 
 
 class AttentionOutput(NamedTuple):
@@ -47,6 +51,9 @@ class Options:
     implementation: str | None = None
     deterministic: bool | None = None
     return_max_logit: bool = False
+    context: ContextParallel | None = None
+    seeds: Array | None = None
+    """Dropout's seeds of each example and head, where examples lie in another order than that of the arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,37 +97,83 @@ def sizes_of(query, key, value, layout: str) -> Sizes:
 
 def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
     """The result of a call. `arrays` are in `layout`, a kernel's, with any batch axes."""
-    request, plan = prepare(sizes, layout, options)
+    spread = Spread.of(options.context, arrays)
+    check_sharding(arrays, layout, sizes.q_heads, sizes.kv_heads, options.context)
+    if len(sizes.batch_shape) > 1 and on_mesh(arrays):
+        return _serve_mapped(arrays, sizes, layout, options)
+    if spread is not None:
+        spread.check(options.implementation, sizes)
+        options = dataclasses.replace(options, mask=spread.mask(options.mask))
+        arrays, layout = unpacked(arrays, layout, sizes.kv_heads), "bhsd" if layout == "bhsd" else "bshd"
+    request, plan = prepare(sizes, layout, options, spread)
     call = resolve(request, options.implementation)
     scale = float(sizes.qk_dim**-0.5 if options.scale is None else options.scale)
     if scale <= 0:  # the kernels take the maximum of scores before they scale
         arrays, scale = _negated(arrays, scale, layout)
-    operands = call_operands(plan, scale, sizes, request.layout, options)
+    operands = call_operands(plan, scale, sizes, request.layout, options, spread)
     learned = learned_of(options, sizes)
     arrays = tuple(jnp.reshape(x, (sizes.batch, *x.shape[-3:])) for x in arrays)
     if call.default.implementation == "reference":
         results = _reference(layout, arrays, dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks))
-    else:
+    elif spread is None:
         results = attend(call, arrays, operands, learned)
+    else:
+        results = spread.attend(options.mask, call, arrays, operands, learned)
     out, lse, *max_logit = (x.reshape(*sizes.batch_shape, *x.shape[1:]) for x in results)
     return AttentionOutput(out, lse, *(jax.lax.stop_gradient(jnp.max(x, axis=-1)) for x in max_logit))
 
 
-def prepare(sizes: Sizes, layout: str, options: Options) -> tuple[Request, MaskPlan]:
-    """What resolution looks at, and the mask in the kernels' terms."""
+def _serve_mapped(arrays, sizes: Sizes, layout: str, options: Options) -> AttentionOutput:
+    """`serve` under `jax.vmap` over the first of several batch axes.
+
+    On a mesh a reshape would have to move examples where another axis than the first is sharded; mapped axes are folded
+    on each device.
+    """
+    spread = Spread.of(options.context, arrays)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (options.mask, options.bias))
+    jax.eval_shape(
+        lambda *x: _check(sizes, layout, options, spread, *x), *shapes
+    )  # messages name the shapes that were given
+    if options.seeds is None and (dropout := _dropout_of(options)) is not None:
+        seeds = _dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)
+        options = dataclasses.replace(options, seeds=seeds.reshape(*sizes.batch_shape, sizes.q_heads))
+    inner = dataclasses.replace(sizes, batch_shape=sizes.batch_shape[1:])
+    arguments, axes = split_batch((options.mask, options.bias, options.seeds), arrays[0])
+
+    def of_one(arrays, arguments):
+        mask, bias, seeds = arguments
+        return serve(arrays, inner, layout, dataclasses.replace(options, mask=mask, bias=bias, seeds=seeds))
+
+    return jax.vmap(of_one, in_axes=(0, axes))(arrays, arguments)
+
+
+def _check(sizes: Sizes, layout: str, options: Options, spread: Spread | None, mask: Mask, bias: Array | None) -> None:
+    """Raises what a call with this mask and bias would."""
+    options = dataclasses.replace(options, mask=mask, bias=bias)
+    prepare(sizes, layout, options, spread)
+    learned_of(options, sizes)
+
+
+def prepare(sizes: Sizes, layout: str, options: Options, spread: Spread | None = None) -> tuple[Request, MaskPlan]:
+    """What resolution looks at, and the mask in the kernels' terms.
+
+    Where the call is `spread`, the request is of what one device computes and the mask of all of it.
+    """
     check_bias(options.bias)
     check_sinks(options.sinks, sizes.q_heads)
     check_softcap(options.softcap)
     check_dropout(options.dropout)
-    plan = plan_mask(options.mask, sizes.batch_shape, sizes.q_heads, sizes.q_seq, sizes.kv_seq)
-    plan = _without_idle_bounds(plan, sizes.q_seq, sizes.kv_seq)
+    order = None if spread is None else spread.order
+    plan = plan_mask(options.mask, sizes.batch_shape, sizes.q_heads, sizes.q_seq, sizes.kv_seq, order)
+    if spread is not None:
+        sizes = spread.sizes_on_device(sizes)
     used = dict(
         segments=plan.segments is not None,
         blocks=plan.blocks is not None,
         dense=plan.dense is not None,
         bias=options.bias is not None,
         softcap=options.softcap is not None,
-        sinks=options.sinks is not None,
+        sinks=options.sinks is not None and (spread is None or not spread.merges_sinks),
         dropout=_dropout_of(options) is not None,
         maxlogit=options.return_max_logit,
     )
@@ -156,14 +209,16 @@ def operands_for(plan: MaskPlan, scale: float) -> Operands:
     )
 
 
-def call_operands(plan: MaskPlan, scale: float, sizes: Sizes, layout: str, options: Options) -> Operands:
+def call_operands(
+    plan: MaskPlan, scale: float, sizes: Sizes, layout: str, options: Options, spread: Spread | None = None
+) -> Operands:
     """`operands_for` with what the options of a call add."""
     return dataclasses.replace(
         operands_for(plan, scale),
         softcap=None if options.softcap is None else float(options.softcap),
         max_logit=options.return_max_logit,
         heads_of_kv=sizes.kv_heads if layout in ("qkv", "kv") else None,
-        **_dropout_operands(options, sizes),
+        **_dropout_operands(options, sizes, spread),
     )
 
 
@@ -172,15 +227,18 @@ def _dropout_of(options: Options) -> Dropout | None:
     return options.dropout if options.dropout is not None and options.dropout.rate > 0 else None
 
 
-def _dropout_operands(options: Options, sizes: Sizes) -> dict:
+def _dropout_operands(options: Options, sizes: Sizes, spread: Spread | None) -> dict:
     dropout = _dropout_of(options)
     if dropout is None:
         return {}
+    index = functools.partial(jnp.arange, dtype=jnp.int32) if spread is None else spread.order.positions
     return dict(
         dropout_rate=float(dropout.rate),
-        dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads),
-        q_index=jnp.arange(sizes.q_seq, dtype=jnp.int32),
-        kv_index=jnp.arange(sizes.kv_seq, dtype=jnp.int32),
+        dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)
+        if options.seeds is None
+        else options.seeds,
+        q_index=jnp.asarray(index(sizes.q_seq)),
+        kv_index=jnp.asarray(index(sizes.kv_seq)),
     )
 
 
@@ -200,15 +258,6 @@ def _negated(arrays, scale: float, layout: str):
     query, *others = arrays
     query, scale = (-query, -scale) if scale else (jnp.zeros_like(query), 1.0)
     return (query, *others), scale
-
-
-def _without_idle_bounds(plan: MaskPlan, q_seq: int, kv_seq: int) -> MaskPlan:
-    """Row numbers lie between -q_seq and kv_seq: a bound outside never hides a key, and its kernel need not ask."""
-    if plan.segments is not None:
-        return plan
-    lower = None if plan.lower is not None and plan.lower <= 1 - q_seq else plan.lower
-    upper = None if plan.upper is not None and plan.upper >= kv_seq - 1 else plan.upper
-    return dataclasses.replace(plan, lower=lower, upper=upper)
 
 
 def _mask_kind(plan: MaskPlan) -> str:

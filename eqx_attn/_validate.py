@@ -1,6 +1,7 @@
 """The checks of `attention`'s arguments, whose messages name the argument, what was found, and the way out."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ._dropout import Dropout
@@ -108,8 +109,9 @@ def check_lengths(q_lengths, kv_lengths, q_tokens: int, kv_tokens: int) -> None:
             raise TypeError(
                 f"{name} has shape {jnp.shape(lengths)} and dtype {jnp.result_type(lengths)}: give one integer per sequence"
             )
-        if not isinstance(lengths, Tracer) and int(jnp.sum(jnp.asarray(lengths))) > tokens:
-            raise ValueError(f"{name} sum up to {int(jnp.sum(jnp.asarray(lengths)))}, but there are {tokens} tokens")
+        # In NumPy, since under jit jnp.sum of a concrete array is traced.
+        if not isinstance(lengths, Tracer) and (total := int(np.sum(np.asarray(lengths)))) > tokens:
+            raise ValueError(f"{name} sum up to {total}, but there are {tokens} tokens")
     if kv_lengths is None:
         if q_tokens != kv_tokens:
             raise ValueError(

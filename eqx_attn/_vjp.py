@@ -1,19 +1,19 @@
 """The custom gradient and the batching rule, written once for all implementations.
 
-From the outside in: a `custom_vjp`; around each direction a `custom_vmap`, whose rule folds the mapped axis into the batch
-and calls itself; inside, the dispatch on the platform that is lowered for.
+From the outside in: a `custom_vjp`; around each direction a `custom_vmap`, whose rule calls it again with one level more;
+the partitioning step, which shares batch and heads out over devices and folds mapped axes into the batch of each; inside,
+the dispatch on the platform that is lowered for.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array
 
 from . import _blockwise
@@ -22,6 +22,9 @@ from ._context import resume
 from ._dispatch import by_platform
 from ._kernels import load_kernel
 from ._operands import Operands, Tile
+from .sharding._fold import Level, Levels
+from .sharding._partition import aligned_cotangent, Direction
+from .sharding._varying import alike_varying
 
 Arrays = tuple[Array, ...]
 """Query, key and value, or fewer arrays where some of them are packed, in the order of `call.layout`."""
@@ -43,7 +46,7 @@ def attend(call: Call, arrays: Arrays, operands: Operands, learned: Learned = Le
     Jitted, so that equal layers are traced once. The residuals `out` and `lse` carry the names "eqx_attn_out" and
     "eqx_attn_lse" for `jax.checkpoint` policies.
     """
-    return _attend(call, arrays, learned, operands)
+    return _attend(call, *alike_varying((arrays, learned, operands)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -64,7 +67,7 @@ def _attend_forward(call, arrays, learned, operands):
 
 def _attend_backward(call, residuals, cotangents):
     arrays, out, lse, operands = residuals
-    dout, dlse = (_instantiate(x) for x in cotangents[:2])
+    dout, dlse = aligned_cotangent("out", out, cotangents[0]), aligned_cotangent("lse", lse, cotangents[1])
     operands = dataclasses.replace(operands, max_logit=False)
     arrays_grads, learned_grads = _batched_backward(call)(arrays, operands, out, lse, dout, dlse)
     return arrays_grads, Learned(*learned_grads), None
@@ -77,24 +80,18 @@ def _is_primal(x):
     return isinstance(x, CustomVJPPrimal)
 
 
-def _instantiate(cotangent: Any) -> Array:
-    if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, jnp.dtype(str(cotangent.dtype)))
-    return cotangent
-
-
 def _with(operands: Operands, learned: Learned) -> Operands:
     return dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks)
 
 
 @functools.cache
 def _batched_forward(call: Call):
-    return _fold_mapped_axis(functools.partial(by_platform, call, _forward_on), gradients=False)
+    return _batched(Direction(call, functools.partial(by_platform, call, _forward_on), backward=False))
 
 
 @functools.cache
 def _batched_backward(call: Call):
-    return _fold_mapped_axis(functools.partial(by_platform, call, _backward_on), gradients=True)
+    return _batched(Direction(call, functools.partial(by_platform, call, _backward_on), backward=True))
 
 
 def _forward_on(call: Call, route: Route, arrays, operands):
@@ -152,60 +149,14 @@ def _heads_first(x: Array, layout: str) -> Array:
     return x if layout == "bhsd" else jnp.swapaxes(x, 1, 2)
 
 
-def _fold_mapped_axis(function, gradients: bool):
-    """`function(arrays, operands, *others)` with a batching rule: the mapped axis becomes part of the batch.
+def _batched(direction: Direction, levels: Levels = ()):
+    """A direction with a batching rule: the mapped axis of each `jax.vmap` around it becomes one more level."""
+    function = custom_vmap(lambda *arguments: direction(levels, arguments))
 
-    What is not mapped is broadcast over it; an operand that all examples share stays one, but where its gradient is
-    computed (`gradients`), of which there is one per mapped index. The rule calls the batched function again, so that
-    nested maps fold one by one.
-    """
-    batched = custom_vmap(function)
+    def rule(size, is_mapped, *arguments):
+        level = Level(size, tuple(jax.tree.leaves(is_mapped)))
+        results = _batched(direction, (level, *levels))(*arguments)
+        return results, jax.tree.map(lambda _: True, results)
 
-    def rule(size, is_mapped, arrays, operands, *others):
-        mapped_arrays, mapped_operands, *mapped_others = is_mapped
-        fold = functools.partial(_fold, size)
-        arrays, others = (
-            jax.tree.map(fold, mapped, values)
-            for mapped, values in ((mapped_arrays, arrays), (tuple(mapped_others), others))
-        )
-        results = batched(arrays, _fold_operands(fold, mapped_operands, operands, gradients), *others)
-        unfolded = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
-        return unfolded, jax.tree.map(lambda _: True, results)
-
-    batched.def_vmap(rule)
-    return batched
-
-
-def _fold(size: int, mapped: bool, x: Array) -> Array:
-    """`x` with batch axis `size * batch`, from `[size, batch, ...]` where mapped and `[batch, ...]` where not."""
-    if not mapped:
-        x = jnp.broadcast_to(x[None], (size, *x.shape))
-    return x.reshape(size * x.shape[1], *x.shape[2:])
-
-
-def _fold_operands(fold, mapped: Operands, operands: Operands, gradients: bool) -> Operands:
-    """Operands that have a batch axis are folded; the index arrays of the other dimensions stay as they are."""
-    for name in ("q_index", "kv_index"):
-        if getattr(mapped, name):
-            raise NotImplementedError(
-                f"{name} is mapped by jax.vmap: an index array belongs to its dimension, not to the batch"
-            )
-    has_gradient = dict(bias=gradients and operands.bias_gradient, sinks=gradients)
-
-    def fold_field(name, of: Any = operands, mapped: Any = mapped):
-        x, is_mapped = getattr(of, name), getattr(mapped, name)
-        shared = name in ("dense", "bias", "sinks", "seen") and not has_gradient.get(name, False)
-        if x is None or (shared and not is_mapped and x.shape[0] == 1):
-            return x
-        return fold(is_mapped, x)
-
-    segments, blocks = operands.segments, operands.blocks
-    if segments is not None:
-        names = [field.name for field in dataclasses.fields(segments)]
-        folded = {name: fold_field(name, segments, mapped.segments) for name in names}
-        segments = dataclasses.replace(segments, **folded)
-    if blocks is not None:
-        blocks = dataclasses.replace(blocks, seen=fold_field("seen", blocks, mapped.blocks))
-    names = ("dense", "bias", "sinks", "dropout_seed")
-    folded = {name: fold_field(name) for name in names}
-    return dataclasses.replace(operands, segments=segments, blocks=blocks, **folded)
+    function.def_vmap(rule)
+    return function

@@ -18,6 +18,7 @@ over that of our dense causal kernel, which takes turns in the same traces.
 
   python -m eqx_attn.bench --cases hd128_causal_4k,window_16k --output results.json --plot results.png
   python -m eqx_attn.bench --cases features --peers cudnn --plot features.png
+  python -m eqx_attn.bench --cases context --output context.json
   python -m eqx_attn.bench --verify 'triton/*causal*' --record
   python -m eqx_attn.bench --train-step --output step.json
 
@@ -61,6 +62,7 @@ def _list() -> int:
         print(f"{group}:")
         for name, case in cases.items():
             print(f"  {name:16} {case}")
+    print("context, context_smoke: one sequence over all devices, against one device at half the tokens")
     return 0
 
 
@@ -70,10 +72,17 @@ def _time(options: argparse.Namespace) -> int:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
     import jax
 
-    from . import _run
+    from . import _context, _run
     from ._cases import FEATURES, select, SMOKE
     from ._implementations import OURS, PEERS
 
+    if options.cases in _context.CASES:
+        if options.cases == "context" and jax.default_backend() != "gpu":
+            raise ValueError("--cases context needs GPUs; --cases context_smoke runs on any devices")
+        results = _context.run(options.cases, options.repeats, options.commit)
+        _run.save(results, options.output or _default_output("context", results["device"]))
+        _print(_context.table(results))
+        return 0
     cases = select(options.cases)
     on_gpu = jax.default_backend() == "gpu"
     if not on_gpu and not set(cases) <= set(SMOKE):

@@ -11,7 +11,10 @@ from beartype import beartype
 from jaxtyping import Array, Bool, Float, jaxtyped, PRNGKeyArray
 
 from .._attention import attention, Implementation
+from .._dropout import Dropout
 from .._masks import as_mask, Mask
+from ..sharding._context import ContextParallel
+from ..sharding._place import Spread
 from ._cache import KVCache
 from ._dropout_attention import attention_with_dropout
 from ._positions import mask_positions
@@ -64,6 +67,7 @@ class MultiheadAttention(eqx.Module):
     num_kv_heads: int = eqx.field(static=True)
     rotary: RotaryEmbedding | None
     implementation: Implementation | None = eqx.field(static=True)
+    context: ContextParallel | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class MultiheadAttention(eqx.Module):
         num_kv_heads: int | None = None,
         rotary: RotaryEmbedding | None = None,
         implementation: Implementation | None = None,
+        context: ContextParallel | None = None,
         key: PRNGKeyArray,
     ):
         """**Arguments:**
@@ -95,7 +100,8 @@ class MultiheadAttention(eqx.Module):
         - `qk_size`, `vo_size`: channels per head of query and key, and of value. Default: `query_size // num_heads`.
         - `use_query_bias`, `use_key_bias`, `use_value_bias`, `use_output_bias`: whether that projection has a bias.
         - `dropout_p`: probability of dropping an attention weight. Dropout in training needs the weights themselves, so
-            it takes a dense path with memory quadratic in the length.
+            it takes a dense path with memory quadratic in the length; with a `context` it is `eqx_attn.Dropout` instead,
+            which drops other weights than equinox would.
         - `inference`: whether dropout is off; see `equinox.nn.inference_mode`.
         - `dtype`: of all parameters. Default: float32, or float64 in x64 mode.
         - `num_kv_heads`: number of key and value heads, which divides `num_heads`; query head `h` uses key head
@@ -104,6 +110,8 @@ class MultiheadAttention(eqx.Module):
             `eqx_attn.Segments` the positions inside the segment, else the row numbers, of which the queries' are moved
             by `kv_seq - q_seq` if the mask is aligned `"bottom_right"`.
         - `implementation`: as for `eqx_attn.attention`. Default: the fastest that serves the call.
+        - `context`: an `eqx_attn.ContextParallel`: sequences are spread over the devices of a mesh axis, in its order, of
+            which `rotary` takes the positions.
         - `key`: a `jax.random.key` for the initial values.
 
         Raises `ValueError` if `num_kv_heads` does not divide `num_heads` or `rotary` is for another size of head.
@@ -140,6 +148,7 @@ class MultiheadAttention(eqx.Module):
         self.num_kv_heads = num_kv_heads
         self.rotary = rotary
         self.implementation = implementation
+        self.context = context
 
     @classmethod
     def from_equinox(
@@ -148,6 +157,7 @@ class MultiheadAttention(eqx.Module):
         *,
         rotary: RotaryEmbedding | None = None,
         implementation: Implementation | None = None,
+        context: ContextParallel | None = None,
     ) -> "MultiheadAttention":
         """The same layer with the same parameters, from an `equinox.nn.MultiheadAttention` (a stacked one too)."""
         if not isinstance(mha, eqx.nn.MultiheadAttention):
@@ -158,6 +168,7 @@ class MultiheadAttention(eqx.Module):
             *(mha.use_query_bias, mha.use_key_bias, mha.use_value_bias, mha.use_output_bias),
             rotary=rotary,
             implementation=implementation,
+            context=context,
             key=jax.random.key(0),
         )
         return eqx.tree_at(_submodules, like, _submodules(mha))
@@ -212,8 +223,16 @@ class MultiheadAttention(eqx.Module):
         )
         if process_heads is not None:
             heads = _processed(process_heads, heads)
+        if cache is not None and self.context is not None:
+            raise ValueError(
+                f"cache is given, and this layer has context={self.context}: a cache holds one sequence in one place; generate "
+                "with a layer without context (eqx.tree_at, or the same parameters in another layer)"
+            )
         if cache is None:
-            positions = mask_positions(mask, query.shape[0], key_.shape[0])
+            order = None
+            if (spread := Spread.of(self.context, (query, key_))) is not None:
+                order, mask = spread.order, spread.mask(mask)
+            positions = mask_positions(mask, query.shape[0], key_.shape[0], order)
             heads = _rotated(self.rotary, positions, *heads)
         else:
             query_heads, *kv_heads = _rotated(self.rotary, _next_positions(cache, query, key_), *heads)
@@ -238,8 +257,16 @@ class MultiheadAttention(eqx.Module):
         dtype = jnp.result_type(query, key_, value)
         query, key_, value = query.astype(dtype), key_.astype(dtype), value.astype(dtype)
         if _drops(self.dropout, inference):
-            return attention_with_dropout(query, key_, value, mask, self.dropout, dropout_key)
-        return cast(Array, attention(query, key_, value, mask=mask, implementation=self.implementation))
+            if self.context is None:
+                return attention_with_dropout(query, key_, value, mask, self.dropout, dropout_key)
+            if dropout_key is None:
+                raise RuntimeError("dropout is on and key is missing: give key=..., or inference=True")
+            dropout = Dropout(float(self.dropout.p), dropout_key)
+        else:
+            dropout = None
+        implementation, context = self.implementation, self.context
+        out = attention(query, key_, value, mask=mask, dropout=dropout, implementation=implementation, context=context)
+        return cast(Array, out)
 
     def _check_inputs(self, query, key_, value):
         sizes = dict(query=self.query_size, key_=self.key_size, value=self.value_size)
