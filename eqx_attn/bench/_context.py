@@ -8,8 +8,7 @@ from typing import Any
 from unittest import mock
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 from rich.table import Table
 
 from .._attention import attention
@@ -61,7 +60,9 @@ def run(group: str, repeats: int, given_commit: str | None) -> dict[str, Any]:
     rows, alone = [], {}
     for case in CASES[group]:
         if case.tokens not in alone:
-            alone[case.tokens] = [_timed(case, case.tokens // 2, devices[0], None, d, repeats) for d in DIRECTIONS]
+            alone[case.tokens] = [
+                _timed(case, case.tokens // 2, SingleDeviceSharding(devices[0]), None, d, repeats) for d in DIRECTIONS
+            ]
         mesh = jax.make_mesh((len(devices),), ("context",), axis_types=(AxisType.Explicit,))
         sharding = NamedSharding(mesh, PartitionSpec(None, "context"))
         context = ContextParallel("context", case.strategy, case.order)
@@ -92,9 +93,8 @@ def _timed(case: ContextCase, tokens: int, where, context, direction: str, repea
     """Median seconds of a call, and the bytes of temporaries and results that the program has on each device."""
     jax.clear_caches()  # the traces of a call do not say what is patched
     shape = (1, tokens, case.heads, case.head_dim)
-    generator = np.random.default_rng(0)
-    arrays = [jax.device_put(generator.standard_normal(shape, np.float32), where) for _ in range(4)]
-    arrays = [x.astype(case.dtype) for x in arrays]
+    make = jax.jit(lambda key: jax.random.normal(key, shape, case.dtype), out_shardings=where)
+    arrays = [make(key) for key in jax.random.split(jax.random.key(0), 4)]
 
     def forward(query, key, value, dout):
         del dout
