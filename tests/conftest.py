@@ -16,6 +16,10 @@ os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_force_host_platform_device_count=8",
 )
+# NumPy's threads wait for work in a loop, which costs the other worker more than they win with arrays this small.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import gc
 
 import hypothesis
 import jax
@@ -23,6 +27,9 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tracing makes many objects that live on: looking through them at every 2,000th new one finds little.
+gc.set_threshold(50_000, 20, 50)
 
 # The first call of an example compiles, so no deadline. Derandomized: a failure is there for everyone, each time.
 hypothesis.settings.register_profile("eqx_attn", deadline=None, derandomize=True, database=None, print_blob=False)
