@@ -9,6 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqx_attn import (
+    attention_qkvpacked,
+    attention_ragged,
     BlockSparse,
     Causal,
     Chunked,
@@ -115,11 +117,11 @@ def test_packed_and_ragged_arrays(random_key):
     sharding = NamedSharding(mesh, PartitionSpec("context"))
 
     def ragged(context, *arrays):
-        return eqx_attn.attention_ragged(*arrays, lengths, mask="causal", context=context, implementation="xla")
+        return attention_ragged(*arrays, lengths, mask="causal", context=context, implementation="xla")
 
     def packed(context, *arrays):
         qkv = jnp.stack(arrays, 1)
-        return eqx_attn.attention_qkvpacked(qkv, mask="causal", context=context, implementation="xla")
+        return attention_qkvpacked(qkv, mask="causal", context=context, implementation="xla")
 
     def both(function, context, *arrays):
         return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(function(context, *x))), (0, 1, 2)))(*arrays)
