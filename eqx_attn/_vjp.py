@@ -128,10 +128,10 @@ def unpacked(arrays: Arrays, layout: str, heads_of_kv: int | None) -> Arrays:
     if layout == "qkv":
         (qkv,) = arrays
         assert heads_of_kv is not None
-        q_heads = qkv.shape[2] - 2 * heads_of_kv
-        return tuple(jnp.split(qkv, (q_heads, q_heads + heads_of_kv), axis=2))
+        q_heads = qkv.shape[-2] - 2 * heads_of_kv
+        return tuple(jnp.split(qkv, (q_heads, q_heads + heads_of_kv), axis=-2))
     if layout == "kv":
-        return arrays[0], *jnp.split(arrays[1], 2, axis=2)
+        return arrays[0], *jnp.split(arrays[1], 2, axis=-2)
     return arrays
 
 

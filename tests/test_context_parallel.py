@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqx_attn import (
+    attention_qkvpacked,
+    attention_ragged,
     BlockSparse,
     Causal,
     Chunked,
@@ -20,6 +22,7 @@ from eqx_attn import (
     Segments,
     SlidingWindow,
 )
+from eqx_attn.sharding import positions
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 RANDOM = np.random.default_rng(0)
@@ -82,3 +85,51 @@ def test_equals_one_device(name, random_key):
     context = ContextParallel("context", strategy, order)
     mesh = contexts.mesh_of(splits, kind)
     contexts.check(mesh, context, inputs, mask, oracle.Extras(sinks=sinks, **given), dropout)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "striped"])
+def test_metadata_of_public_reports(order, random_key):
+    """CASES.md 9, 10 and 11 on ranks: other segments on the other side, ranks without a segment's keys, permuted tokens."""
+    q_ids = np.array([[1, 2, 2, 2, 2, 3, 3, 3], [1, 1, 1, 1, 2, 2, 2, 2]])
+    kv_ids = np.array([[1, 1, 1, 2, 2, 2, 3, 3], [2, 2, 2, 2, 3, 3, 1, 0]])
+    inputs = oracle.random_inputs(random_key, 8, 8)
+    mesh = contexts.mesh_of(dict(context=2), EXPLICIT)
+    contexts.check(mesh, ContextParallel("context", "ring", order), inputs, Causal() & Segments(q_ids, kv_ids))
+
+
+def test_explicit_positions_are_in_the_arrays_order(random_key):
+    """Documents of one token among them."""
+    ids = np.repeat([[1, 2, 3, 4, 0]], [1, 9, 1, 3, 2], axis=1)
+    places = np.concatenate([np.arange(n) for n in (1, 9, 1, 3, 2)])[None]
+    inputs = oracle.random_inputs(random_key, 16, 16)
+    mask = SlidingWindow(4, 0) & Segments(ids, q_positions=places)
+    contexts.check(
+        contexts.mesh_of(dict(context=2), EXPLICIT), ContextParallel("context", order="dual_chunk"), inputs, mask
+    )
+
+
+def test_packed_and_ragged_arrays(random_key):
+    query, key, value = oracle.random_inputs(random_key, 24, 24, batch=(), heads=(2, 2)).arrays
+    context = ContextParallel("context", order="dual_chunk")
+    mesh = contexts.mesh_of(dict(context=2), EXPLICIT)
+    places = positions(context, 24, 2)
+    lengths = jnp.array([10, 0, 1, 8])
+    sharding = NamedSharding(mesh, PartitionSpec("context"))
+
+    def ragged(context, *arrays):
+        return attention_ragged(*arrays, lengths, mask="causal", context=context, implementation="xla")
+
+    def packed(context, *arrays):
+        qkv = jnp.stack(arrays, 1)
+        return attention_qkvpacked(qkv, mask="causal", context=context, implementation="xla")
+
+    def both(function, context, *arrays):
+        return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(function(context, *x))), (0, 1, 2)))(*arrays)
+
+    for function in (ragged, packed):
+        wanted, wanted_grads = both(function, None, query, key, value)
+        with jax.set_mesh(mesh):
+            found, grads = both(function, context, *(jax.device_put(x[places], sharding) for x in (query, key, value)))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
+            np.testing.assert_allclose(grad, wanted_grad[places], atol=1e-5)
