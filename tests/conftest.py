@@ -10,8 +10,16 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
-# Programs of tests are small and run once or twice: compiling them is what takes the time.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Programs of tests are small and run once or twice: compiling them is what takes the time. An operation that is fused with
+# no other is emitted directly: as a fusion of one it would go through MLIR's passes.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_disable_hlo_passes=fusion-wrapper",
+)
+# NumPy's threads wait for work in a loop, which costs the other worker more than they win with arrays this small.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import gc
 
 import hypothesis
 import jax
@@ -19,6 +27,9 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tracing makes many objects that live on: looking through them at every 2,000th new one finds little.
+gc.set_threshold(50_000, 20, 50)
 
 # The first call of an example compiles, so no deadline. Derandomized: a failure is there for everyone, each time.
 hypothesis.settings.register_profile("eqx_attn", deadline=None, derandomize=True, database=None, print_blob=False)
