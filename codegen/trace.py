@@ -1,6 +1,7 @@
 """Which branches of which templates write a kernel."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jinja2
@@ -32,11 +33,19 @@ class Branch:
 
 def branches_taken(spec: KernelSpec) -> set[Branch]:
     """The branches of `if`, `for` and `macro` that run while `spec` is rendered."""
-    taken: set[Branch] = set()
-    tracing = _TracingEnvironment(**_options(environment()))
-    tracing.globals["_taken"] = lambda *branch: taken.add(Branch(*branch)) or ""
+    tracing, taken = _tracing(environment())
+    taken.clear()
     render_body(spec, tracing)
-    return taken
+    return set(taken)
+
+
+@functools.cache
+def _tracing(plain: jinja2.Environment) -> tuple[jinja2.Environment, set[Branch]]:
+    """`plain` with templates, compiled once, that say where they pass, and what they have said."""
+    taken: set[Branch] = set()
+    tracing = _TracingEnvironment(**_options(plain))
+    tracing.globals["_taken"] = lambda *branch: taken.add(Branch(*branch)) or ""
+    return tracing, taken
 
 
 def outermost(branches: set[Branch]) -> list[Branch]:

@@ -10,12 +10,8 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
-# Programs of tests are small and run once or twice: compiling them is what takes the time. An operation that is fused with
-# no other is emitted directly: as a fusion of one it would go through MLIR's passes.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_disable_hlo_passes=fusion-wrapper",
-)
+# Programs of tests are small and run once or twice: compiling them is what takes the time.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 # NumPy's threads wait for work in a loop, which costs the other worker more than they win with arrays this small.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

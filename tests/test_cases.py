@@ -361,15 +361,11 @@ X64 = """
 import jax, jax.numpy as jnp, numpy as np
 import eqx_attn, oracle
 assert jnp.zeros(()).dtype == jnp.float64
-implementations = {
-    "float32": ["xla", "triton", "pallas_tpu", None], "float16": ["xla", "triton", None], "float64": ["xla", None]
-}
+implementations = {"float32": ["xla", "triton", "pallas_tpu"], "float16": ["xla", "triton"], "float64": [None]}
+masks = eqx_attn.Segments(np.arange(20) // 7, np.arange(25) // 9) & eqx_attn.Causal(), eqx_attn.Causal("bottom_right")
 for dtype in implementations:
     for name in implementations[dtype]:
-        for mask in (
-            eqx_attn.Causal("bottom_right"),
-            eqx_attn.Segments(np.arange(20) // 7, np.arange(25) // 9) & eqx_attn.Causal(),
-        ):
+        for mask in masks[:1] if name == "pallas_tpu" else masks:  # whose interpreter is slow
             inputs = oracle.random_inputs(jax.random.key(0), 20, 25, heads=(2, 1), batch=(1,), dtype=dtype)
             with eqx_attn.interpret(), jax.default_matmul_precision("highest"):
                 oracle.check(inputs, mask, implementation=name)

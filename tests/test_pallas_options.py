@@ -1,13 +1,13 @@
 """The options of TPU kernels, interpreted, against the dense reference in float64: every result and every gradient."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
@@ -88,7 +88,7 @@ def results(case: Problem, implementation: str) -> dict[str, np.ndarray]:
     learned = {name: x for name in ("bias", "sinks") if (x := getattr(case.options, name)) is not None}
     options = dataclasses.replace(case.options, implementation=implementation)
 
-    @functools.partial(jax.jit, compiler_options=dict(xla_backend_optimization_level=0))
+    @oracle.jit_for(implementation)
     def run(arrays, learned, traced, cotangents):
         def call(arrays, learned):
             chosen = dataclasses.replace(options, **traced, **learned)

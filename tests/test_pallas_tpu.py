@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from oracle import jit_for
 
 from codegen.render import render
 from codegen.spec import KernelSpec
@@ -111,8 +112,7 @@ def run(name: str, case: Case, tiles: Tiles = TILES, dtype="float32") -> dict[st
     def swap(x):
         return x.swapaxes(1, 2) if name.startswith("bshd") else x
 
-    # Most of a test's time is XLA compiling the interpreter's loops.
-    @functools.partial(jax.jit, compiler_options=dict(xla_backend_optimization_level=0))
+    @jit_for("pallas_tpu")  # most of a test's time is XLA compiling the interpreter's loops
     def step(q, k, v, dout, dlse, operands):
         out, lse = module.forward(q, k, v, operands, tiles)
         return out, lse, *module.backward(q, k, v, out, lse, dout, dlse, operands, tiles)
@@ -120,8 +120,8 @@ def run(name: str, case: Case, tiles: Tiles = TILES, dtype="float32") -> dict[st
     arrays = [swap(jnp.asarray(x, dtype)) for x in (case.q, case.k, case.v, case.dout)]
     with interpret(), jax.default_matmul_precision("highest"):
         out, lse, dq, dk, dv = step(*arrays, jnp.asarray(case.dlse, jnp.float32), case.operands)
-        assert lse.dtype == jnp.float32 and out.dtype == (case.operands.out_dtype or dtype)
-        assert all(x.dtype == dtype for x in (dq, dk, dv))
+        assert lse.dtype == jnp.float32
+        assert all(x.dtype == (case.operands.out_dtype or dtype) for x in (out, dq, dk, dv))
         results = dict(out=swap(out), lse=lse, dq=swap(dq), dk=swap(dk), dv=swap(dv))
         results = {name: np.asarray(x.astype(jnp.float32)) for name, x in results.items()}
     assert not interpret_pallas_call.races.races_found
@@ -173,17 +173,19 @@ def segments_of(q_ids, kv_ids, positions: bool) -> SegmentOperands:
 
 
 def test_transposed_arrays():
-    check("bshd_causal_qk192_v128", make(2, 130, 130, 192, 128, heads=(4, 2), batch=2, upper=0))
+    check("bshd_causal_qk192_v128", make(2, 66, 130, 192, 128, heads=(4, 2), batch=2, upper=0))
 
 
-@pytest.mark.parametrize("q_seq, kv_seq", [(1, 1), (63, 65), (1, 250)])
+@pytest.mark.parametrize("q_seq, kv_seq", [(1, 1), (63, 250)])
 def test_ragged_lengths(q_seq, kv_seq):
     check("bhsd_full_qk64_v64", make(3, q_seq, kv_seq, 64, 64))
 
 
-@pytest.mark.parametrize("q_seq, kv_seq", [(128, 250), (250, 128)])
-@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize(
+    "q_seq, kv_seq, alignment", [(250, 128, "top_left"), (128, 250, "bottom_right"), (250, 128, "bottom_right")]
+)
 def test_cross_lengths(q_seq, kv_seq, alignment):
+    """More keys than queries and the top left: test_checked_in."""
     upper = 0 if alignment == "top_left" else kv_seq - q_seq
     case = make(4, q_seq, kv_seq, 128, 128, upper=upper)
     results = check("bhsd_causal_qk128_v128", case)
@@ -274,8 +276,8 @@ def test_joined_blocks(monkeypatch):
     monkeypatch.setattr(_visits, "MAX_WORDS", 8)
     q_ids = ids(np.random.default_rng(13), 1, 300, 4)
     segments = segments_of(q_ids, q_ids, True)
-    check("bhsd_causal_qk64_v64", make(13, 300, 300, 64, 64, upper=-20))
-    check("bhsd_causal_qk64_v64_segments", make(13, 300, 300, 64, 64, upper=0, segments=segments))
+    check("bhsd_causal_qk64_v64", make(13, 300, 300, 64, 64, heads=(1, 1), upper=-20))
+    check("bhsd_causal_qk64_v64_segments", make(13, 300, 300, 64, 64, heads=(1, 1), upper=0, segments=segments))
 
 
 def test_x64():

@@ -59,12 +59,11 @@ def documents(text: str, seen: set[str], longest: int) -> list[bytes]:
 def pack(documents: list[bytes], length: int) -> Packed:
     """First fit, longest documents first: each goes into the first row that has room for it."""
     rows: list[list[bytes]] = []
-    room: list[int] = []
+    room = np.full(len(documents), length)  # there is always a row that is still empty
     for document in sorted(documents, key=len, reverse=True):
-        row = next((i for i, free in enumerate(room) if free >= len(document)), len(rows))
+        row = int(np.argmax(room >= len(document)))
         if row == len(rows):
             rows.append([])
-            room.append(length)
         rows[row].append(document)
         room[row] -= len(document)
     packed = Packed(np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), np.int32))
