@@ -21,18 +21,6 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 jit = functools.partial(jax.jit, compiler_options=dict(xla_backend_optimization_level=0))
 """For programs of tests, which are small and run once: compiling them is what takes the time."""
 
-_kernel_jit = functools.partial(
-    jax.jit, compiler_options=dict(xla_backend_optimization_level=0, xla_disable_hlo_passes="fusion-wrapper")
-)
-
-
-def jit_for(implementation: str | None):
-    """`jit`, but the loops of Pallas' interpreter are made of single operations, whose fusions of one take longest.
-
-    Not for the others: XLA's CPU compiler refuses a scatter that is in no fusion.
-    """
-    return _kernel_jit if implementation == "pallas_tpu" else jit
-
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
@@ -302,23 +290,20 @@ def _summed(x, shape):
 def results(inputs: Inputs, mask, **options) -> dict[str, np.ndarray]:
     """What `eqx_attn.attention` gives: outputs and the gradients of both of them."""
     tiles = _resolve.XLA_TILE, _tuning._triton_tiles  # tests replace them, which jit does not see
-    run = _runs[options.get("implementation") == "pallas_tpu"]
     options = tuple(sorted(options.items()))
-    (out, lse, _), grads = run(inputs.layout, options, tiles, mask, inputs.arrays, (inputs.dout, inputs.dlse))
+    (out, lse, _), grads = _run(inputs.layout, options, tiles, mask, inputs.arrays, (inputs.dout, inputs.dlse))
     assert out.dtype == inputs.query.dtype and lse.dtype == inputs.dlse.dtype
     assert [grad.dtype for grad in grads] == [x.dtype for x in inputs.arrays]
     return dict(zip(NAMES, (np.asarray(x, np.float64) for x in (out, lse, *grads)), strict=True))
 
 
+@functools.partial(jit, static_argnums=(0, 1, 2))
 def _run(layout, options, tiles, mask, arrays, cotangents):
     def call(query, key, value):
         return eqx_attn.attention(query, key, value, mask=mask, layout=layout, return_lse=True, **dict(options))
 
     primal, pull_back = jax.vjp(call, *arrays)
     return primal, pull_back(eqx_attn.AttentionOutput(*cotangents))
-
-
-_runs = {name == "pallas_tpu": jit_for(name)(_run, static_argnums=(0, 1, 2)) for name in ("xla", "pallas_tpu")}
 
 
 def assert_matches(found: dict, wanted: dict, names=NAMES):

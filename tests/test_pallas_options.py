@@ -88,7 +88,7 @@ def results(case: Problem, implementation: str) -> dict[str, np.ndarray]:
     learned = {name: x for name in ("bias", "sinks") if (x := getattr(case.options, name)) is not None}
     options = dataclasses.replace(case.options, implementation=implementation)
 
-    @oracle.jit_for(implementation)
+    @oracle.jit
     def run(arrays, learned, traced, cotangents):
         def call(arrays, learned):
             chosen = dataclasses.replace(options, **traced, **learned)

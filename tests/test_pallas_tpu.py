@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from oracle import jit_for
+from oracle import jit
 
 from codegen.render import render
 from codegen.spec import KernelSpec
@@ -112,7 +112,7 @@ def run(name: str, case: Case, tiles: Tiles = TILES, dtype="float32") -> dict[st
     def swap(x):
         return x.swapaxes(1, 2) if name.startswith("bshd") else x
 
-    @jit_for("pallas_tpu")  # most of a test's time is XLA compiling the interpreter's loops
+    @jit  # most of a test's time is XLA compiling the interpreter's loops
     def step(q, k, v, dout, dlse, operands):
         out, lse = module.forward(q, k, v, operands, tiles)
         return out, lse, *module.backward(q, k, v, out, lse, dout, dlse, operands, tiles)
