@@ -76,7 +76,7 @@ def cases(draw):
     return mask, shape
 
 
-@hypothesis.settings(max_examples=120)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(cases())
 def test_any_composition_equals_the_predicate(case):
     assert_same(*case)

@@ -32,6 +32,15 @@ def call(query, key, value, q_ids):
     return attention(query, key, value, mask=Segments(q_ids) & Causal(), return_lse=True)
 
 
+def gradient(*operands):
+    """The cotangent of a sum is not batched."""
+    return jax.grad(lambda *x: jnp.sum(call(*x).out), (0, 1, 2))(*operands)
+
+
+one, gradient_of_one = oracle.jit(call), oracle.jit(gradient)
+"""For `loop`: compiled once for all ways to map."""
+
+
 def loop(function, in_axes, *arguments):
     """What jax.vmap stands for."""
     size = next(x.shape[axis] for x, axis in zip(arguments, in_axes, strict=True) if axis is not None)
@@ -70,22 +79,16 @@ def axes_name(axes):
 def test_case_01_vmap_over_any_operands_and_axes(in_axes, random_key):
     """TransformerEngine 2685."""
     operands = mapped_operands(random_key, in_axes)
-    assert_same(
-        oracle.jit(jax.vmap(call, in_axes))(*operands), oracle.jit(lambda *x: loop(call, in_axes, *x))(*operands)
-    )
+    assert_same(oracle.jit(jax.vmap(call, in_axes))(*operands), loop(one, in_axes, *operands))
 
 
 @pytest.mark.parametrize(
     "in_axes", [(0, 0, 0, 0), (0, None, None, 0), (None, 1, 0, None), (None, None, None, 0)], ids=axes_name
 )
 def test_case_03_vmap_of_grad(in_axes, random_key):
-    """jax 38495: the cotangent of a sum is not batched."""
-    gradient = jax.grad(lambda *x: jnp.sum(call(*x).out), (0, 1, 2))
+    """jax 38495."""
     operands = mapped_operands(random_key, in_axes)
-    assert_same(
-        oracle.jit(jax.vmap(gradient, in_axes))(*operands),
-        oracle.jit(lambda *x: loop(gradient, in_axes, *x))(*operands),
-    )
+    assert_same(oracle.jit(jax.vmap(gradient, in_axes))(*operands), loop(gradient_of_one, in_axes, *operands))
 
 
 def test_grad_of_vmap_with_a_random_cotangent(random_key):
@@ -120,9 +123,7 @@ def test_nested_vmap(random_key):
     value = value[:, 0]
     outer = (0, 0, 0, None)
     found = oracle.jit(jax.vmap(jax.vmap(call, inner), outer))(query, key, value, segments)
-    assert_same(
-        found, oracle.jit(lambda *x: loop(lambda *y: loop(call, inner, *y), outer, *x))(query, key, value, segments)
-    )
+    assert_same(found, loop(lambda *x: loop(one, inner, *x), outer, query, key, value, segments))
 
 
 def test_vmap_equals_a_batch_axis(random_key):
