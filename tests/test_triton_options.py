@@ -1,7 +1,6 @@
-"""The options of the Triton kernels under Triton's interpreter on the CPU, against the dense reference in float64."""
+"""The options of the Triton kernels under Triton's interpreter on the CPU, against the law in NumPy."""
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from calls import kept_by
 
 import eqx_attn
 from eqx_attn import _tuning
@@ -92,16 +92,30 @@ def key_with_value(query, key, value, **options):
     return eqx_attn.attention_kvpacked(query, jnp.stack((key, value), axis=2), **options)
 
 
-def results(case, mask, implementation, dtype, arrays, learned, cotangents):
-    """Outputs and all gradients by name, as float64."""
-    options = dict(mask=mask, softcap=case.softcap, implementation=implementation)
-    if case.dropout:
-        options["dropout"] = eqx_attn.Dropout(case.dropout, jax.random.key(7))
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    arrays = [jnp.asarray(x, dtype) for x in arrays]
-    learned = {name: jnp.asarray(x, wide) for name, x in learned.items()}
+def law(case, mask, arrays, learned, cotangents):
+    """The same of NumPy's oracle, in float64."""
+    inputs = oracle.Inputs(*arrays, *cotangents, "bhsd" if case.layout == "bhsd" else "bshd")
+    dropout = (
+        dict(kept=kept_by(dropout_of(case), oracle.score_shape(inputs)), rate=case.dropout) if case.dropout else {}
+    )
+    extras = oracle.Extras(learned.get("bias"), learned.get("sinks"), case.softcap, **dropout)
+    found = {name: value for name, (value, _) in oracle.expected(inputs, mask, extras=extras).items()}
+    if not case.max_logit:
+        del found["max_logit"]
+    return found
 
-    packed = implementation == "triton" and case.layout in ("qkv", "kv")
+
+def dropout_of(case):
+    return eqx_attn.Dropout(case.dropout, jax.random.key(7)) if case.dropout else None
+
+
+def results(case, mask, dtype, arrays, learned, cotangents):
+    """Outputs and all gradients by name, as float64."""
+    options = dict(mask=mask, softcap=case.softcap, implementation="triton", dropout=dropout_of(case))
+    arrays = [jnp.asarray(x, dtype) for x in arrays]
+    learned = {name: jnp.asarray(x, jnp.float32) for name, x in learned.items()}
+
+    packed = case.layout in ("qkv", "kv")
     attention = {"qkv": fused, "kv": key_with_value}[case.layout] if packed else eqx_attn.attention
     if not packed:
         options["layout"] = "bhsd" if case.layout == "bhsd" else "bshd"
@@ -117,7 +131,7 @@ def results(case, mask, implementation, dtype, arrays, learned, cotangents):
 
     dout, dlse = cotangents
     (out, lse), max_logit, (grads, learned_grads) = run(
-        arrays, learned, (jnp.asarray(dout, dtype), jnp.asarray(dlse, wide))
+        arrays, learned, (jnp.asarray(dout, dtype), jnp.asarray(dlse, jnp.float32))
     )
     found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
     found |= {f"d{name}": grad for name, grad in learned_grads.items()}
@@ -168,11 +182,10 @@ def check(case, key, dtype="float32"):
     arrays = [np.asarray(x, np.float32) for x in arrays]
     cotangents = [np.asarray(x, np.float32) for x in cotangents]
     learned = {name: np.asarray(x, np.float32) for name, x in learned.items()}
-    call = functools.partial(results, case, mask)
-    with jax.enable_x64(True):
-        wanted = call("reference", jnp.float64, arrays, learned, cotangents)
+    wanted = law(case, mask, arrays, learned, cotangents)
     with eqx_attn.interpret(), jax.default_matmul_precision("highest"):
-        found = call("triton", jnp.dtype(dtype), arrays, learned, cotangents)
+        found = results(case, mask, dtype, arrays, learned, cotangents)
+    assert found.keys() == wanted.keys()
     assert_close(found, wanted, dtype)
     return found
 
@@ -271,8 +284,8 @@ def test_garbage_in_padding(garbage, random_key):
         np.where(padding, garbage, x) for padding, x in zip((q_padding, kv_padding, kv_padding), arrays, strict=True)
     ]
     with eqx_attn.interpret(), jax.default_matmul_precision("highest"):
-        clean = results(case, mask, "triton", jnp.float32, arrays, learned, (dout, dlse))
-        found = results(case, mask, "triton", jnp.float32, dirty, learned, (np.where(q_padding, garbage, dout), dlse))
+        clean = results(case, mask, "float32", arrays, learned, (dout, dlse))
+        found = results(case, mask, "float32", dirty, learned, (np.where(q_padding, garbage, dout), dlse))
     for name, value in clean.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
