@@ -1,5 +1,6 @@
 """The partitioning step where shardings are only found when a program is compiled: on mesh axes of type Auto."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from jaxtyping import Array
 
 from .._resolve import warn_once
 from ._context import Placement
+from ._locations import without_locations
 from ._partition_axes import Axes, Division, entries, spec_of, WHOLE
 from ._partition_dims import CONTEXT, Dims, DIVIDED
 from ._placed_dims import with_context
@@ -41,7 +43,7 @@ def partition_when_compiled(
         _warn_of_moves(dims, found, wanted, None if placement is None else placement.axis)
 
         def shard(*leaves):
-            return tuple(function(division, *leaves))
+            return without_locations(functools.partial(function, division), leaves)
 
         shardings = [NamedSharding(mesh, division.spec(of)) for of in results]
         return mesh, shard, tuple(shardings), tuple(NamedSharding(mesh, spec) for spec in wanted)
