@@ -23,5 +23,6 @@ def words_of_map(
     number = starts[:, None] // columns + np.arange(words * BITS)  # [kv_blocks, bits]
     seen = seen[..., np.minimum(number, seen.shape[3] - 1)]
     seen = seen.reshape(*seen.shape[:-1], words, BITS).astype(jnp.uint32)
-    packed = jnp.sum(seen << jnp.arange(BITS, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+    shifts = jnp.arange(BITS, dtype=jnp.uint32).reshape((1,) * (seen.ndim - 1) + (BITS,))
+    packed = jnp.sum(seen << shifts, axis=-1, dtype=jnp.uint32)
     return lax.bitcast_convert_type(packed, jnp.int32)
