@@ -23,6 +23,8 @@ from eqx_attn import (
     SlidingWindow,
 )
 from eqx_attn.sharding import positions
+from eqx_attn.sharding._gathered_order import to_dealt, to_original
+from eqx_attn.sharding._order import Order
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 RANDOM = np.random.default_rng(0)
@@ -61,7 +63,10 @@ CASES = dict(
     uneven=("ring contiguous", EXPLICIT, dict(context=4), SlidingWindow(9, 3, "bottom_right"), dict(q_seq=21, kv_seq=27)),
     uneven_full=("all_gather contiguous", AUTO, dict(context=4), Full(), dict(q_seq=21, kv_seq=27, dropout=True)),
     gather=("all_gather contiguous", EXPLICIT, dict(data=2, context=4), Causal(), dict(bias=bias(1, 4, 1, 24))),
-    gather_dual=("all_gather dual_chunk", AUTO, dict(data=2, context=2), Causal() & Segments(IDS), dict(sinks=True)),
+    gather_dual=(
+        *("all_gather dual_chunk", AUTO, dict(data=2, context=2)),
+        *(Causal() & Segments(IDS) & BlockSparse(RANDOM.random((4, 4)) < 0.7, 6), dict(sinks=True, bias=bias(1, 4, 24, 24))),
+    ),
     gather_striped=("all_gather striped", EXPLICIT, dict(context=2, tensor=2), SlidingWindow(5, 0), dict(dropout=True)),
     heads=("all_to_all contiguous", EXPLICIT, dict(data=2, context=2), Causal(), dict(sinks=True, bias=bias(1, 1, 24, 24))),
     heads_dual=("all_to_all dual_chunk", AUTO, dict(context=4), Causal() & Segments(IDS), dict(bias=bias(4, 4, 24, 1))),
@@ -85,6 +90,20 @@ def test_equals_one_device(name, random_key):
     context = ContextParallel("context", strategy, order)
     mesh = contexts.mesh_of(splits, kind)
     contexts.check(mesh, context, inputs, mask, oracle.Extras(sinks=sinks, **given), dropout)
+
+
+@pytest.mark.parametrize(
+    "order", [Order("contiguous", 1, 4), Order("dual_chunk", 1, 4), Order("dual_chunk", 1, 3), Order("striped", 2, 4)]
+)
+def test_gathered_keys_lie_in_their_original_order(order):
+    """And so do blocks of them, in which a range of visible ones has no holes."""
+    seq = 48
+    x = np.arange(2 * seq * 3).reshape(2, seq, 3)
+    stored = x[:, order.positions(seq)]
+    np.testing.assert_array_equal(to_original(order, jnp.asarray(stored), 1, seq), x)
+    np.testing.assert_array_equal(to_dealt(order, jnp.asarray(x), 1, seq), stored)
+    blocks = order.positions(seq)[::2] // 2  # tokens of a block stay neighbours in all of these
+    np.testing.assert_array_equal(to_original(order, jnp.asarray(blocks), 0, seq), np.arange(seq // 2))
 
 
 @pytest.mark.parametrize("order", ["contiguous", "striped"])
