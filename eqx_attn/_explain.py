@@ -16,6 +16,7 @@ from ._block_states import Band, block_states, HIDDEN, MASKED, passes_of, Tokens
 from ._call import Request, Route
 from ._context import current_context, target
 from ._dropout import Dropout
+from ._explain_context import calls_of_devices, context_words, refusal_of_reference, TokenPair
 from ._kernels import is_checked_in
 from ._masks import as_mask, Full
 from ._operands import SegmentOperands, Tile
@@ -23,6 +24,8 @@ from ._plan import UNBOUNDED
 from ._resolve import absence, current_platforms, IMPLEMENTATIONS, reasons_against, resolve
 from ._serve import operands_for, Options, prepare, sizes_of
 from ._validate import check_arrays, check_scale
+from .sharding._context import ContextParallel
+from .sharding._place import Spread
 
 _COLUMNS = 80  # of the report, as wide as a terminal that nobody has widened
 
@@ -70,6 +73,8 @@ class Explanation:
     - `copies`: what is copied or transposed around the kernels.
     - `others`: for every other implementation why it does not serve the call, or what it would be. Where the one asked
         for cannot serve the call, it is among these, and `attention` raises with its reasons.
+    - `context`: how the sequences are spread over devices, in words; None where they are not. Then `call` and `passes` are
+        those of one device.
     """
 
     call: str
@@ -80,9 +85,12 @@ class Explanation:
     passes: tuple[Pass, ...]
     copies: str
     others: dict[str, tuple[str, ...]]
+    context: str | None = None
 
     def __str__(self) -> str:
         lines = [("call", self.call), ("device", self.device)]
+        if self.context is not None:
+            lines.insert(1, ("context", self.context))
         if self.implementation is None:
             lines.append(("served by", "nothing: attention raises ValueError with the reasons below"))
         else:
@@ -131,6 +139,7 @@ def explain(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    context: ContextParallel | None = None,
     device: str | None = None,
 ) -> Explanation:
     """Which kernel serves `attention` with the same arguments, with which tiles and copies, and why no other does.
@@ -146,6 +155,7 @@ def explain(
 
     **Arguments:** those of `attention`, where `jax.ShapeDtypeStruct`s may stand for arrays, and
 
+    - `context`: as for `attention`, with the mesh of the shapes' `sharding`, of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`.
     - `device`: explain the call as inside `with eqx_attn.target(device)`: "sm_80", "sm_90a", "v6e" and so on. None is
         the device that a call here would run on or be lowered for.
 
@@ -157,14 +167,18 @@ def explain(
     check_arrays(query, key, value, layout)
     check_scale(scale)
     with target(device) if device is not None else contextlib.nullcontext():
-        options = Options(Full(), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit)
+        options = Options(
+            Full(), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+        )
         return _explain(query, key, value, mask, layout, options)
 
 
 def _explain(query, key, value, mask, layout, options: Options) -> Explanation:
     implementation = options.implementation
-    request, band, tokens = _planned(query, key, value, mask, layout, options)
+    spread = Spread.of(options.context, (query, key, value))
+    request, band, tokens = _planned(query, key, value, mask, layout, options, spread)
     against = {name: reasons_against(name, request) + absence(name, request) for name in IMPLEMENTATIONS}
+    against["reference"] = [*against["reference"], *refusal_of_reference(spread)]
     route = None
     if not against.get(implementation or ""):  # resolve knows what to say of a name that is unknown
         call = resolve(request, implementation, warn=False)
@@ -178,21 +192,24 @@ def _explain(query, key, value, mask, layout, options: Options) -> Explanation:
         implementation=chosen,
         kernel=None if spec is None else spec.name,
         checked_in=None if spec is None else is_checked_in(spec),
-        passes=() if route is None else tuple(_passes(route, request, band, tokens)),
+        passes=() if route is None else tuple(_passes(route, request, band, list(calls_of_devices(spread, tokens)))),
         copies="none" if route is None else _copies(route, request),
         others=others,
+        context=None if spread is None else context_words(spread),
     )
 
 
-def _planned(query, key, value, mask, layout, options) -> tuple[Request, Band, tuple[Tokens, Tokens] | None]:
+def _planned(query, key, value, mask, layout, options, spread) -> tuple[Request, Band, tuple[Tokens, Tokens] | None]:
     """What resolution looks at, the bounds, and the tokens that the kernels get, where their values are known.
 
     The mask's arrays may be abstract: then nothing is computed from them.
     """
     sizes, planned = sizes_of(query, key, value, layout), []
+    if spread is not None:
+        spread.check(None, sizes)
 
     def plan(mask):
-        planned.append(prepare(sizes, layout, dataclasses.replace(options, mask=as_mask(mask))))
+        planned.append(prepare(sizes, layout, dataclasses.replace(options, mask=as_mask(mask)), spread))
         return planned[-1][1].segments
 
     if all(map(_has_value, jax.tree.leaves(mask))):
@@ -220,12 +237,26 @@ def _has_value(leaf) -> bool:
     return getattr(leaf, "is_fully_addressable", True)
 
 
-def _passes(route: Route, request: Request, band: Band, tokens: tuple[Tokens, Tokens] | None) -> Iterator[Pass]:
+def _passes(route: Route, request: Request, band: Band, devices: list[list[TokenPair | None]]) -> Iterator[Pass]:
+    """`devices` are the tokens of the calls that each device makes."""
+    known = "blocks" not in request.options or route.implementation == "xla"
     for name, tile in passes_of(route, request).items():
-        states = None
-        if "blocks" not in request.options or route.implementation == "xla":
-            states = block_states(route.implementation, name, tile, request, band, tokens)
-        yield Pass(name, tile, _count(states, request, tile))
+        found = []
+        for calls in devices:
+            states = [
+                block_states(route.implementation, name, tile, request, band, x) if known else None for x in calls
+            ]
+            found.append(_added([_count(x, request, tile) for x in states]))
+        yield Pass(name, tile, max(found, key=lambda blocks: blocks.visited or 0))
+
+
+def _added(hops: list[Blocks]) -> Blocks:
+    if len(hops) == 1:
+        return hops[0]
+    visited = [x.visited for x in hops if x.visited is not None]
+    masked = [x.masked for x in hops if x.masked is not None]
+    total, known = sum(x.total for x in hops), len(visited) == len(hops)
+    return Blocks(sum(visited) if known else None, sum(masked) if known else None, total, hops[0].examples)
 
 
 def _count(states: np.ndarray | None, request: Request, tile: Tile) -> Blocks:

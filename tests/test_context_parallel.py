@@ -1,5 +1,8 @@
 """Sequences over the devices of a mesh axis: equal to one device, by strategy, order, mask and feature."""
 
+import itertools
+import math
+
 import contexts
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,8 @@ from eqx_attn import (
     SlidingWindow,
 )
 from eqx_attn.sharding import positions
+from eqx_attn.sharding._gathered_order import to_dealt, to_original
+from eqx_attn.sharding._order import Order
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 RANDOM = np.random.default_rng(0)
@@ -34,26 +39,27 @@ def bias(*shape):
     return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
 
 
-# Each strategy meets each order, type of axes, kind of mask and feature; not every combination is there.
+# Each strategy meets each order, type of axes, kind of mask and feature, and 8 devices are split in every way; not every
+# combination is there.
 CASES = dict(
-    causal=("ring contiguous", EXPLICIT, dict(context=4), Causal(), {}),
-    causal_dual=("ring dual_chunk", AUTO, dict(context=4), Causal(), dict(sinks=True)),
+    causal=("ring contiguous", EXPLICIT, dict(context=8), Causal(), {}),
+    causal_dual=("ring dual_chunk", AUTO, dict(tensor=2, context=4), Causal(), dict(sinks=True)),
     causal_striped=("ring striped", EXPLICIT, dict(data=2, context=4), Causal(), dict(bias=bias(1, 4, 24, 24))),
     narrow=(
-        *("ring dual_chunk", EXPLICIT, dict(data=2, context=2), Causal()),
+        *("ring dual_chunk", EXPLICIT, dict(data=4, context=2), Causal()),
         dict(dtype="bfloat16", bias=bias(1, 4, 1, 24).astype(jnp.bfloat16), sinks=True),
     ),
     odd=("ring dual_chunk", EXPLICIT, dict(context=3), SlidingWindow(5, 2), dict(bias=bias(4, 1, 1, 24))),
-    window=("ring contiguous", AUTO, dict(data=2, context=4), SlidingWindow(4, 1), dict(dropout=True)),
+    window=("ring contiguous", AUTO, dict(fsdp=2, context=4), SlidingWindow(4, 1), dict(dropout=True)),
     window_bottom=(
-        *("ring striped", EXPLICIT, dict(context=2, tensor=2), SlidingWindow(9, 3, "bottom_right")),
+        *("ring striped", EXPLICIT, dict(tensor=4, context=2), SlidingWindow(9, 3, "bottom_right")),
         dict(kv_seq=32, layout="bhsd"),
     ),
     full=("ring striped", AUTO, dict(context=2, tensor=2), Full(), dict(dropout=True, dims=(16, 8))),
     four_axes=("ring dual_chunk", EXPLICIT, dict(data=2, fsdp=1, tensor=2, context=2), Causal(), dict(softcap=2.0)),
     fsdp=("ring contiguous", EXPLICIT, dict(data=2, fsdp=2, context=2), Causal() & Segments(DOCUMENTS), dict(bias=bias(4, 1, 24, 24))),
-    ids=("ring striped", AUTO, dict(context=4), Segments(IDS, IDS[:, ::-1]), dict(sinks=True)),
-    ids_dual=("ring dual_chunk", EXPLICIT, dict(context=4), SlidingWindow(3, 1) & Segments(IDS), {}),
+    ids=("ring striped", AUTO, dict(fsdp=2, tensor=2, context=2), Segments(IDS, IDS[:, ::-1]), dict(sinks=True)),
+    ids_dual=("ring dual_chunk", EXPLICIT, dict(fsdp=4, context=2), SlidingWindow(3, 1) & Segments(IDS), {}),
     prefix=("ring contiguous", EXPLICIT, dict(context=4), PrefixLM(jnp.array([3, 0, 9, 24])), {}),
     refined=("ring striped", EXPLICIT, dict(context=4), Causal() & Chunked(7) & Dilated(2), {}),
     dense=("ring dual_chunk", EXPLICIT, dict(context=2), None, dict(dense=True)),
@@ -61,7 +67,10 @@ CASES = dict(
     uneven=("ring contiguous", EXPLICIT, dict(context=4), SlidingWindow(9, 3, "bottom_right"), dict(q_seq=21, kv_seq=27)),
     uneven_full=("all_gather contiguous", AUTO, dict(context=4), Full(), dict(q_seq=21, kv_seq=27, dropout=True)),
     gather=("all_gather contiguous", EXPLICIT, dict(data=2, context=4), Causal(), dict(bias=bias(1, 4, 1, 24))),
-    gather_dual=("all_gather dual_chunk", AUTO, dict(data=2, context=2), Causal() & Segments(IDS), dict(sinks=True)),
+    gather_dual=(
+        *("all_gather dual_chunk", AUTO, dict(data=2, context=2)),
+        *(Causal() & Segments(IDS) & BlockSparse(RANDOM.random((4, 4)) < 0.7, 6), dict(sinks=True, bias=bias(1, 4, 24, 24))),
+    ),
     gather_striped=("all_gather striped", EXPLICIT, dict(context=2, tensor=2), SlidingWindow(5, 0), dict(dropout=True)),
     heads=("all_to_all contiguous", EXPLICIT, dict(data=2, context=2), Causal(), dict(sinks=True, bias=bias(1, 1, 24, 24))),
     heads_dual=("all_to_all dual_chunk", AUTO, dict(context=4), Causal() & Segments(IDS), dict(bias=bias(4, 4, 24, 1))),
@@ -85,6 +94,45 @@ def test_equals_one_device(name, random_key):
     context = ContextParallel("context", strategy, order)
     mesh = contexts.mesh_of(splits, kind)
     contexts.check(mesh, context, inputs, mask, oracle.Extras(sinks=sinks, **given), dropout)
+
+
+def splits_of_eight():
+    """All meshes of 8 devices and four axes, as sizes by axis."""
+    sizes = itertools.product((1, 2, 4, 8), repeat=len(contexts.AXES))
+    return [dict(zip(contexts.AXES, split, strict=True)) for split in sizes if math.prod(split) == 8]
+
+
+def test_every_split_of_eight_devices_is_there():
+    there = [splits for _, _, splits, *_ in CASES.values()]
+    for wanted in splits_of_eight():
+        if wanted["context"] > 1:
+            assert any({**dict.fromkeys(contexts.AXES, 1), **splits} == wanted for splits in there), wanted
+
+
+WITHOUT = [splits for splits in splits_of_eight() if splits["context"] == 1]
+
+
+@pytest.mark.parametrize("number", range(len(WITHOUT)))
+def test_a_context_of_one_device(number, random_key):
+    """With the rest of eight devices split in every way: nothing is left for the strategies to do."""
+    kind, strategy = (EXPLICIT, AUTO)[number % 2], ("ring", "all_gather", "all_to_all")[number % 3]
+    inputs = oracle.random_inputs(random_key, 8, 8, batch=(8,), heads=(8, 4), dims=(8, 8))
+    context = ContextParallel("context", strategy, "dual_chunk")
+    contexts.check(contexts.mesh_of(WITHOUT[number], kind), context, inputs, Causal())
+
+
+@pytest.mark.parametrize(
+    "order", [Order("contiguous", 1, 4), Order("dual_chunk", 1, 4), Order("dual_chunk", 1, 3), Order("striped", 2, 4)]
+)
+def test_gathered_keys_lie_in_their_original_order(order):
+    """And so do blocks of them, in which a range of visible ones has no holes."""
+    seq = 48
+    x = np.arange(2 * seq * 3).reshape(2, seq, 3)
+    stored = x[:, order.positions(seq)]
+    np.testing.assert_array_equal(to_original(order, jnp.asarray(stored), 1, seq), x)
+    np.testing.assert_array_equal(to_dealt(order, jnp.asarray(x), 1, seq), stored)
+    blocks = order.positions(seq)[::2] // 2  # tokens of a block stay neighbours in all of these
+    np.testing.assert_array_equal(to_original(order, jnp.asarray(blocks), 0, seq), np.arange(seq // 2))
 
 
 @pytest.mark.parametrize("order", ["contiguous", "striped"])

@@ -1,6 +1,7 @@
 """Calls with a context as programs: what moves between devices, when, how they transform, and what is refused."""
 
 import collections
+import math
 import re
 
 import contexts
@@ -42,34 +43,59 @@ def step(context, mask, **options):
 
 
 def collectives(mesh, function, *arguments):
-    """How often each kind is in the compiled program."""
+    """Of each kind in the compiled program, the bytes of what each one gives to a device, in ascending order."""
     with jax.set_mesh(mesh):
         text = jax.jit(function).lower(*arguments).compile().as_text()
-    return dict(
-        collections.Counter(re.findall(r" (all-\w+(?:-\w+)?|reduce-scatter|collective-permute)(?:-start)?\(", text))
-    )
+    found = collections.defaultdict(list)
+    for results, kind in re.findall(r" = (.+?) (all-\w+(?:-\w+)?|reduce-scatter|collective-permute)\(", text):
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", results)
+        found[kind].append(
+            sum(_BYTES[of] * math.prod(map(int, filter(None, sizes.split(",")))) for of, sizes in shapes)
+        )
+    return {kind: sorted(sizes) for kind, sizes in found.items()}
 
 
+_BYTES = dict(pred=1, s32=4, f16=2, f32=4)
+
+
+# On each of 2 x 3 devices: 2 examples of 8 tokens, 6 query heads (ROWS of them) and 3 key heads (KEYS) of 16 channels.
+ROWS = 2 * 8 * 6
+QUERY, KEYS = ROWS * 16, 2 * 8 * 3 * 16
 # K and V move n-1 times in each direction; dk and dv once for each hop, in float32.
+RING = [2 * KEYS] * (2 * 2 + 2 * 2) + [4 * KEYS] * (2 * 3)
+GATHER = {"all-gather": [3 * 2 * KEYS] * 4, "reduce-scatter": [4 * KEYS] * 2}
+EXCHANGE = {
+    # Query, key, value and the results; out, lse and their cotangents (query, key and value are kept), and gradients.
+    "all-to-all": sorted(
+        [2 * QUERY, 2 * KEYS, 2 * KEYS, 2 * QUERY, 4 * ROWS]
+        + [2 * QUERY, 4 * ROWS, 2 * QUERY, 4 * ROWS]
+        + [2 * QUERY, 2 * KEYS, 2 * KEYS]
+    )
+}
+
+
 @pytest.mark.parametrize(
-    "strategy, mask, wanted",
+    "how, mask, wanted",
     [
-        ("ring", Causal(), {"collective-permute": 2 * 2 + 2 * 2 + 2 * 3}),
-        ("ring", SlidingWindow(3, 0), {"collective-permute": 2 * 1 + 2 * 1 + 2 * 2}),
-        ("ring", Causal() & Segments(np.ones((4, SEQ), int)), {"collective-permute": 2 * 2 + 2 * 2 + 2 * 3}),
-        ("all_gather", Causal(), {"all-gather": 4, "reduce-scatter": 2}),
-        # Query, key, value and the results; out, lse and their cotangents (query, key and value are kept), and gradients.
-        ("all_to_all", Causal(), {"all-to-all": 5 + 4 + 3}),
+        ("ring contiguous", Causal(), {"collective-permute": RING}),
+        ("ring contiguous", SlidingWindow(3, 0), {"collective-permute": [2 * KEYS] * 4 + [4 * KEYS] * 4}),
+        ("ring contiguous", Causal() & Segments(np.ones((4, SEQ), int)), {"collective-permute": RING}),
+        ("all_gather dual_chunk", Causal(), GATHER),
+        ("all_gather striped", Causal(), GATHER),
+        ("all_to_all contiguous", Causal(), EXCHANGE),
     ],
 )
 @pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
-def test_collectives(strategy, mask, wanted, kind):
-    mesh, arrays = mesh_and_arrays(dict(data=2, context=3), kind, batch=4, heads=(6, 3))
-    found = collectives(mesh, step(ContextParallel("context", strategy), mask), *arrays)
+def test_collectives(how, mask, wanted, kind):
+    strategy, order = how.split()
+    # The CPU's compiler would make collectives of bfloat16 ones of float32.
+    mesh, arrays = mesh_and_arrays(dict(data=2, context=3), kind, batch=4, heads=(6, 3), dtype="float16")
+    found = collectives(mesh, step(ContextParallel("context", strategy, order), mask), *arrays)
     if kind == AUTO and mask not in (Causal(), SlidingWindow(3, 0)):
         found.pop("all-gather", None)  # of ids, a few bytes a token
     if kind == AUTO and strategy == "all_to_all":
-        found["all-to-all"] -= 3  # query, key and value once more in the backward
+        for again in (2 * QUERY, 2 * KEYS, 2 * KEYS):  # query, key and value once more in the backward
+            found["all-to-all"].remove(again)
     assert found == wanted
 
 
@@ -188,12 +214,12 @@ def test_dropout_has_the_same_bits():
     query = jnp.zeros((2, 16, 2, 16))
     value = jnp.broadcast_to(jnp.eye(16)[None, :, None], (2, 16, 2, 16))
     dropout = Dropout(0.4, jax.random.key(3))
-    wanted = attention(query, query, value, dropout=dropout) > 0
+    wanted = jax.jit(lambda *x: attention(*x, dropout=dropout) > 0)(query, query, value)
     context = ContextParallel("context", "ring", "dual_chunk")
     places = positions(context, 16, 2)
     put = lambda x: jax.device_put(x[:, places], NamedSharding(mesh, P("data", "context")))
     with jax.set_mesh(mesh):
-        found = attention(put(query), put(query), put(value), dropout=dropout, context=context)
+        found = jax.jit(lambda *x: attention(*x, dropout=dropout, context=context))(put(query), put(query), put(value))
     assert (np.asarray(found)[:, np.argsort(places)] > 0).tolist() == np.asarray(wanted).tolist()
 
 
@@ -238,7 +264,9 @@ def test_reorder(order, stripe, devices, kind):
         np.testing.assert_array_equal(found, x[:, positions(context, seq)])
         np.testing.assert_array_equal(restore(found, context, axis=-2), x)
     moved = collectives(mesh, lambda x: reorder(x, context, axis=1), sharded)
-    assert moved == dict(contiguous={}, dual_chunk={"collective-permute": 2}, striped={"all-to-all": 1})[order]
+    share = 2 * seq // devices * 3 * 4
+    wanted = dict(contiguous={}, dual_chunk={"collective-permute": [share // 2] * 2}, striped={"all-to-all": [share]})
+    assert moved == wanted[order]
 
 
 def test_refusals():

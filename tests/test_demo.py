@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import json
 import subprocess
 import sys
 
@@ -171,9 +172,38 @@ def test_command_from_end_to_end(tmp_path, capsys):
     assert (tmp_path / "new" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_on_a_mesh_goes_on_with_fewer_devices(tmp_path, capsys):
+    """Eight devices, then four, against one: float32 losses that differ by no more than sums in another order do."""
+    arguments = ["--steps", "4", "--width", "16", "--depth", "1", "--length", "64", "--batch", "2", "--seconds", "900"]
+    arguments += ["--output", str(tmp_path)]
+
+    def run(name, *more):
+        path = tmp_path / "runs" / name
+        status = command.main([*arguments, "--checkpoint", str(path), *more])
+        with path.open("rb") as file:
+            return status, json.loads(file.readline())["history"]
+
+    status, eight = run("eight", "--mesh", "data=2,context=4", "--stop-at", "2")
+    assert status == 0 and "stopped at step 2 of 4" in capsys.readouterr().out
+    status, four = run("four", "--mesh", "data=2,context=2", "--resume", str(tmp_path / "runs" / "eight"))
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert status == 1 and "resumed at step 2" in shown and "a sample" in shown
+    _, unbroken = run("unbroken")
+    assert four["validation"][: len(eight["validation"])] == eight["validation"]
+    for losses in ("train", "validation"):
+        wanted = np.array(unbroken[losses])
+        assert wanted[-1, 0] == 4
+        np.testing.assert_allclose(four[losses], wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (["--mesh", "data=3"], "--batch 4 is no multiple of data=3"),
+        (["--mesh", "context=3"], "--length 256 is no multiple of 6"),
+        (["--mesh", "data=4,context=4"], "takes 16 devices, and JAX has 8"),
+        (["--resume", __file__], "is no checkpoint of this demo"),
+        (["--resume", "absent"], "cannot be read"),
         (["--num-heads", "2", "--num-kv-heads", "3"], "num_kv_heads must divide"),
         (["--width", "6", "--num-heads", "2"], "embedding_size is 3"),
         (["--implementation", "triton", "--width", "16"], "triton"),
@@ -199,7 +229,14 @@ def test_missing_package_names_the_extra(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--steps", "0"], ["--seconds", "-1"], ["--dtype", "int8"], ["--implementation", "cudnn"], ["--what"]],
+    [
+        ["--steps", "0"],
+        ["--seconds", "-1"],
+        ["--dtype", "int8"],
+        ["--implementation", "cudnn"],
+        ["--mesh", "rows=2"],
+        ["--what"],
+    ],
 )
 def test_command_refuses(arguments, capsys):
     with pytest.raises(SystemExit) as refused:

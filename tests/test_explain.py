@@ -237,6 +237,54 @@ def test_windows_are_put_in_words():
     assert "query [2,4096,16,128]" in words and "bfloat16" in words
 
 
+@pytest.mark.parametrize(
+    "strategy, order, visited, masked",
+    [
+        (
+            "ring",
+            "contiguous",
+            3 * 64 + 36,
+            8,
+        ),  # the last device: three whole shares of 8 x 8 blocks, and half of its own
+        ("ring", "dual_chunk", 4 * 32 + 4, 8),
+        ("all_gather", "dual_chunk", 4 * 32 + 4, 8),  # no more masked ones: keys lie in their original order
+        ("all_gather", "contiguous", 3 * 64 + 36, 8),
+        ("all_to_all", "contiguous", 32 * 33 // 2, 32),
+    ],
+)
+def test_contexts_are_counted_on_the_busiest_device(strategy, order, visited, masked):
+    mesh = jax.sharding.AbstractMesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context"))
+    query, key, value = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in _shapes(2048, heads=(8, 4), batch=(1,))
+    )
+    context = eqx_attn.ContextParallel("context", strategy, order)
+    report = explain(query, key, value, mask=Causal(), context=context, device="sm_90a")
+    assert report.kernel == "triton/bshd_causal_qk128_v128_segments"
+    forward = report.passes[0]
+    assert (forward.tile.block_q, forward.tile.block_kv) == (64, 64)
+    assert (forward.blocks.visited, forward.blocks.masked) == (visited, masked)
+    assert f"{strategy} over 4 devices of axis 'context', order {order}" in " ".join(str(report).split())
+    assert "all scores in one place" in report.others["reference"][0]
+
+
+def test_contexts_without_positions_and_with_unknown_ones():
+    query, key, value = _shapes(1024, batch=(1,))
+    context = eqx_attn.ContextParallel("context")
+    with pytest.raises(ValueError, match="no mesh here has an axis 'context'"):
+        explain(query, key, value, context=context)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("context",))):
+        full = explain(query, key, value, context=context, device="sm_90a")
+        mask = eqx.filter_eval_shape(Segments, jax.ShapeDtypeStruct((1, 1024), jnp.int32))
+        unknown = explain(query, key, value, mask=mask, context=context, device="sm_90a")
+        reference = explain(query, key, value, context=context, implementation="reference")
+    blocks, of_unknown = full.passes[0].blocks, unknown.passes[0].blocks
+    assert blocks.visited == blocks.total == 2 * 4 * 4  # two hops, 512 tokens in blocks of 128
+    assert of_unknown.visited is None and of_unknown.total == 2 * 8 * 8  # of 64
+    assert unknown.context == full.context
+    assert reference.implementation is None
+
+
 def test_interpreting_is_said():
     with eqx_attn.interpret():
         report = explain(*_shapes(dtype=jnp.float32), implementation="triton")

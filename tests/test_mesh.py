@@ -517,3 +517,28 @@ def test_a_kernel_beside_manual_axes_warns():
     _resolve._warned.clear()
     with eqx_attn.target("sm_90a"), pytest.warns(UserWarning, match=r"cannot share out the mesh axes \('tensor',\)"):
         jax.jit(mapped).trace(*shapes(mesh, P("data", None, "tensor"))[:3])
+
+
+@KINDS
+def test_axes_of_one_device_divide_nothing(kind):
+    """A trainer's specs name all axes of its mesh, whatever their sizes: tokens over an axis of one device are whole."""
+    mesh = jax.make_mesh((2, 1, 1), ("data", "context", "tensor"), axis_types=(kind,) * 3, devices=jax.devices()[:2])
+    query = jax.random.normal(jax.random.key(0), (2, 16, 4, 8))
+    arrays = (query, query[:, :, :2] + 1, _bias((2, 4, 16, 16)), jnp.asarray(IDS[:2]))
+    specs = (P("data", "context", "tensor"), P("data", "context"), P("data", "tensor", "context"), P("data", "context"))
+
+    def loss(query, key, bias, ids):
+        mask = CAUSAL & eqx_attn.Segments(ids)
+        out = eqx_attn.attention(query, key, key, mask=mask, bias=bias, implementation="xla")
+        return jnp.sum(jnp.sin(out) * query), out  # out and query of one type
+
+    step = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+    wanted = step(*arrays)
+    with jax.set_mesh(mesh):
+        grads, out = step(*(put(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)))
+    assert out.sharding.spec[:3] == ("data", "context", "tensor")
+    for found, x in zip(jax.tree.leaves((grads, out)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(found, x, atol=1e-6)
+    if kind == AxisType.Explicit:
+        for grad, spec in zip(grads, specs, strict=False):
+            assert tuple(grad.sharding.spec)[: len(spec)] == tuple(spec)

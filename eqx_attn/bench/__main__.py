@@ -9,7 +9,8 @@ from pathlib import Path
 
 _DESCRIPTION = """\
 Times eqx_attn.attention on this machine's GPU against what comes with JAX (the default), checks the checked-in kernels
-against the dense oracle (--verify), or times a training step against equinox's layer (--train-step).
+against the dense oracle (--verify), times a training step against equinox's layer (--train-step), or predicts the
+efficiency of sequences over devices (--predict, which runs nothing).
 
 Times are busy times of the GPU from JAX's profiler, medians over repeats in which all implementations take turns; the
 backward is the time of both directions less that of the forward. TFLOP/s count visible scores only: 4 operations
@@ -21,6 +22,7 @@ over that of our dense causal kernel, which takes turns in the same traces.
   python -m eqx_attn.bench --cases context --output context.json
   python -m eqx_attn.bench --verify 'triton/*causal*' --record
   python -m eqx_attn.bench --train-step --output step.json
+  python -m eqx_attn.bench --predict --tokens 1048576 --link-bandwidth 370,50 --plot efficiency.png
 
 Exit status: 0 if all went well, 1 if a kernel disagrees with the oracle or a measurement failed, 2 if the program could
 not run."""
@@ -44,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
                 unrecorded=options.unrecorded,
                 given_commit=options.commit,
             )
+        if options.predict:
+            return _predict(options)
         return _train_step(options) if options.train_step else _time(options)
     except (ValueError, OSError) as error:
         if options.verbose:
@@ -104,6 +108,26 @@ def _time(options: argparse.Namespace) -> int:
     return 1 if missing else 0
 
 
+def _predict(options: argparse.Namespace) -> int:
+    from ._cost_model import Machine, Work
+    from ._predict import plot, table
+
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'eqx_attn[bench]'")
+    q_heads, kv_heads = options.q_heads, options.kv_heads or options.q_heads
+    if q_heads % kv_heads:
+        raise ValueError(f"--q-heads {q_heads} is no multiple of --kv-heads {kv_heads}")
+    work = Work(options.tokens, q_heads, kv_heads, options.head_dim)
+    speeds = (options.forward_tflops, options.backward_tflops)
+    rest = (1e-6 * options.latency, options.memory_bandwidth)
+    machines = [Machine(*speeds, link, *rest) for link in options.link_bandwidth]
+    for machine in machines:
+        _print(table(work, machine))
+    if options.plot:
+        plot(work, machines, options.plot)
+    return 0
+
+
 def _what(options: argparse.Namespace) -> str:
     return "features" if options.cases == "features" else "attention"
 
@@ -155,6 +179,9 @@ def _parser() -> argparse.ArgumentParser:
         help="check the kernels whose name matches, such as 'triton/*'",
     )
     what.add_argument("--train-step", action="store_true", help="time a training step against equinox's layer")
+    what.add_argument(
+        "--predict", action="store_true", help="predict the efficiency of sequences over 8 to 512 devices; runs nothing"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file (default: below benchmarks/results)")
     parser.add_argument("--commit", metavar="TEXT", help="the commit to note (default: $EQX_ATTN_COMMIT, or git's)")
     parser.add_argument("--verbose", action="store_true", help="show the whole traceback of an error")
@@ -169,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         help="cudnn and xla (default: both, for features cudnn, on a CPU xla; '' for none)",
     )
     timing.add_argument("--repeats", type=_positive, default=5, metavar="N", help="repeats (default: %(default)s)")
-    timing.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart (PNG)")
+    timing.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
 
     verifying = parser.add_argument_group("--verify")
     verifying.add_argument("--record", action="store_true", help="note what is right in generated/VERIFIED.json")
@@ -206,7 +233,36 @@ def _parser() -> argparse.ArgumentParser:
         help="steps timed (default: %(default)s)",
     )
     step.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
+    _add_prediction(parser.add_argument_group("--predict", "The defaults are what was measured on H200s with NVLink."))
     return parser
+
+
+def _add_prediction(group) -> None:
+    for name, kind, default, unit, text in (
+        ("--tokens", _positive, 1 << 20, "N", "tokens of the one sequence"),
+        ("--q-heads", _positive, 16, "N", "query heads"),
+        ("--head-dim", _positive, 128, "N", "channels of a head"),
+        ("--forward-tflops", _above_zero, 471.0, "X", "of the forward kernel on one device"),
+        ("--backward-tflops", _above_zero, 353.0, "X", "of the backward kernels on one device"),
+        ("--latency", _above_zero, 150.0, "US", "microseconds of a message"),
+        ("--memory-bandwidth", _above_zero, 4000.0, "GB/S", "of a device's memory, for sums of partial results"),
+    ):
+        group.add_argument(name, type=kind, default=default, metavar=unit, help=f"{text} (default: %(default)s)")
+    group.add_argument("--kv-heads", type=_positive, metavar="N", help="key heads (default: as many as query heads)")
+    group.add_argument(
+        "--link-bandwidth",
+        type=lambda text: [_above_zero(part) for part in text.split(",")],
+        default=[370.0],
+        metavar="GB/S[,GB/S]",
+        help="of one device's links, each way: a table and a panel of the plot for each (default: 370)",
+    )
+
+
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 def _positive(text: str) -> int:

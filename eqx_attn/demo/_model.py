@@ -11,16 +11,29 @@ from .. import Causal, Segments
 from .._attention import Implementation
 from .._masks import Mask
 from ..nn import MultiheadAttention, RotaryEmbedding
+from ..sharding import reorder
+from ..sharding._context import ContextParallel
 from ._data import is_target
+from ._mesh import by_rows
 
 
 def rotary_attention(
-    width: int, num_heads: int, num_kv_heads: int, key: PRNGKeyArray, implementation: Implementation | None = None
+    width: int,
+    num_heads: int,
+    num_kv_heads: int,
+    key: PRNGKeyArray,
+    implementation: Implementation | None = None,
+    context: ContextParallel | None = None,
 ) -> MultiheadAttention:
     """The attention layer of one block."""
     rotary = RotaryEmbedding(width // num_heads)
     return MultiheadAttention(
-        num_heads, width, num_kv_heads=num_kv_heads, rotary=rotary, implementation=implementation, key=key
+        *(num_heads, width),
+        num_kv_heads=num_kv_heads,
+        rotary=rotary,
+        implementation=implementation,
+        context=context,
+        key=key,
     )
 
 
@@ -58,7 +71,7 @@ class GPT(eqx.Module):
     """A decoder for one row of packed documents; map it over a batch with `jax.vmap`.
 
     `attention(width, num_heads, num_kv_heads, key)` makes a block's attention layer, and `make_mask(segment_ids)` what
-    all of them take as `mask`.
+    all of them take as `mask`. With a `context`, that of all these layers, tokens come in its order.
     """
 
     embedding: eqx.nn.Embedding
@@ -66,6 +79,7 @@ class GPT(eqx.Module):
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear
     make_mask: Callable = eqx.field(static=True)
+    context: ContextParallel | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -76,6 +90,7 @@ class GPT(eqx.Module):
         num_kv_heads: int | None = None,
         attention: Callable[[int, int, int, PRNGKeyArray], Callable] = rotary_attention,
         make_mask: Callable = document_mask,
+        context: ContextParallel | None = None,
         *,
         key: PRNGKeyArray,
     ):
@@ -89,6 +104,7 @@ class GPT(eqx.Module):
         self.norm = eqx.nn.RMSNorm(width)
         self.head = eqx.nn.Linear(width, vocabulary, use_bias=False, key=head_key)
         self.make_mask = make_mask
+        self.context = context
 
     def __call__(self, tokens: Int[Array, " seq"], segment_ids: Int[Array, " seq"]) -> Float[Array, "seq vocabulary"]:
         """Logits of each next token."""
@@ -112,7 +128,12 @@ def mean_loss(
     model: GPT, tokens: Int[Array, "rows length"], segment_ids: Int[Array, "rows length"]
 ) -> Float[Array, ""]:
     """Mean cross-entropy in nats of each token, given those before it in its document; first tokens are given."""
-    logits = jax.vmap(model)(tokens[:, :-1], segment_ids[:, :-1]).astype(jnp.float32)
-    counts = is_target(segment_ids)
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+    tokens, segment_ids = by_rows((tokens, segment_ids))
+    rows = (tokens[:, :-1], segment_ids[:, :-1], tokens[:, 1:], is_target(segment_ids))
+    if (context := model.context) is not None:
+        # Targets move with their tokens, and the mean does not see the order. From here on devices hold parts of rows.
+        rows = (reorder(x, context, axis=1) for x in rows)
+    inputs, ids, targets, counts = rows
+    logits = jax.vmap(model)(inputs, ids).astype(jnp.float32)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
     return jnp.mean(losses, where=counts)

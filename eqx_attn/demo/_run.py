@@ -1,5 +1,6 @@
 """The demo from data to picture."""
 
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -7,16 +8,20 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import explain
 from .._attention import Implementation
+from ..sharding._context import ContextParallel, OrderName, Strategy
+from ._checkpoint import load as load_checkpoint, save as save_checkpoint
 from ._data import load, Packed, unigram_loss, VOCABULARY
+from ._mesh import Splits
 from ._model import document_mask, GPT, rotary_attention
 from ._plot import plot_losses
 from ._sample import sample
-from ._train import fit, History, Recipe
+from ._train import evaluate, fit, History, init_optimiser, Recipe
 
 TARGET = 1.0
 """By how many nats per byte the validation loss has to end under its start and under the unigram baseline."""
@@ -38,7 +43,22 @@ class Options:
     dtype: str
     implementation: Implementation | None
     seed: int
+    mesh: Splits | None = None
+    strategy: Strategy = "ring"
+    order: OrderName = "dual_chunk"
+    checkpoint: Path | None = None
+    resume: Path | None = None
+    stop_at: int | None = None
     verbose: bool = False
+
+    @property
+    def context(self) -> ContextParallel | None:
+        """That of the model's attention."""
+        return None if self.mesh is None else self.mesh.parallel(self.strategy, self.order)
+
+
+_SAME = ("length", "batch", "width", "depth", "num_heads", "num_kv_heads", "dtype", "seed")
+"""The options that a run has to go on with."""
 
 
 def run(options: Options) -> int:
@@ -47,16 +67,18 @@ def run(options: Options) -> int:
     # A row is read twice, as inputs and moved by one as targets: it has one byte more.
     train, validation = load(options.length + 1, seed=options.seed)
     unigram = unigram_loss(train, validation)
-    model = build(options)
-    _describe(console, options, model, train, validation)
-    console.print(f"unigram baseline on validation: {unigram:.3f} nats per byte\n")
-    recipe = Recipe(options.steps, options.seconds, options.batch, dtype=options.dtype, seed=options.seed)
-    with _Report(console) as report:
-        model, history = fit(model, train, validation, recipe, report)
+    with _mesh(options):
+        model = build(options)
+        _describe(console, options, model, train, validation)
+        console.print(f"unigram baseline on validation: {unigram:.3f} nats per byte\n")
+        model, history = _train(console, options, model, train, validation)
     console.print(f"\n{len(history.train)} steps in {history.seconds:.0f} s")
+    if options.stop_at is not None and history.train[-1][0] == options.stop_at < options.steps:
+        console.print(f"stopped at step {options.stop_at} of {options.steps}, as --stop-at says")
+        return 0
     prompt = "The "
     console.rule(f"a sample that begins with {prompt!r}")
-    console.print(sample(model, prompt, options.length, seed=options.seed), markup=False)
+    console.print(sample(_on_one_device(options, model), prompt, options.length, seed=options.seed), markup=False)
     console.rule()
     path = options.output / "loss.png"
     plot_losses(history, unigram, path)
@@ -66,10 +88,51 @@ def run(options: Options) -> int:
 
 def build(options: Options) -> GPT:
     """The model of these options."""
-    attention = functools.partial(rotary_attention, implementation=options.implementation)
+    context = options.context
+    attention = functools.partial(rotary_attention, implementation=options.implementation, context=context)
     heads = (options.num_heads, options.num_kv_heads)
     key = jax.random.key(options.seed)
-    return GPT(VOCABULARY, options.width, options.depth, *heads, attention=attention, key=key)
+    return GPT(VOCABULARY, options.width, options.depth, *heads, attention=attention, context=context, key=key)
+
+
+def _mesh(options: Options) -> contextlib.AbstractContextManager:
+    if options.mesh is None:
+        return contextlib.nullcontext()
+    options.mesh.check(options.batch, options.length, options.context)
+    return jax.set_mesh(options.mesh.mesh())
+
+
+def _on_one_device(options: Options, model: GPT) -> GPT:
+    """The same parameters in a model without a context, for rows of any length."""
+    alone = build(dataclasses.replace(options, mesh=None))
+    parameters, rest = eqx.partition(alone, eqx.is_array)
+    trained = map(np.asarray, jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(parameters), trained), rest)
+
+
+def _train(console: Console, options: Options, model: GPT, train: Packed, validation: Packed) -> tuple[GPT, History]:
+    """Trains from the start or from the checkpoint of --resume, and keeps checkpoints where --checkpoint says."""
+    recipe = Recipe(
+        options.steps, options.seconds, options.batch, dtype=options.dtype, seed=options.seed, stop_at=options.stop_at
+    )
+    same = {name: getattr(options, name) for name in _SAME}
+    earlier = None
+    if options.resume is not None:
+        like = (model, init_optimiser(model))
+        history, (model, state) = load_checkpoint(options.resume, same, like)
+        earlier = (state, history)
+        step, before = history.validation[-1]
+        loss = evaluate(model, validation, 2 * recipe.batch, recipe.dtype)
+        console.print(f"resumed at step {step}: validation loss {loss:.6f}, and {before:.6f} where it was written")
+        if step >= min(options.steps, options.stop_at or options.steps):
+            raise ValueError(f"--resume {options.resume} has {step} steps already: give more with --steps")
+
+    def keep(model, state, history):
+        if options.checkpoint is not None:
+            save_checkpoint(options.checkpoint, same, history, (model, state))
+
+    with _Report(console) as report:
+        return fit(model, train, validation, recipe, report, keep, earlier)
 
 
 def verdict(console: Console, history: History, unigram: float) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 
 from ._data import is_target, Packed
+from ._mesh import replicated
 from ._model import cast, GPT, mean_loss
 
 
@@ -36,6 +38,8 @@ class Recipe:
     warmup: float = 0.05
     dtype: str = "float32"
     seed: int = 0
+    stop_at: int | None = None
+    """Stop after so many steps, before the budget is used up."""
 
     def rate(self, progress: float) -> float:
         """The learning rate when the part `progress` of the budget is used up."""
@@ -48,13 +52,19 @@ OPTIMISER = optax.chain(
 )
 
 
+def init_optimiser(model: GPT) -> Any:
+    """The state of `OPTIMISER` before the first step."""
+    return OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
+
+
 @eqx.filter_jit(donate="all-except-first")
 def train_step(batch, model: GPT, state):
     """One update. `batch` is tokens, segment ids, learning rate, and the dtype to compute in."""
     tokens, segment_ids, rate, dtype = batch
     loss, grads = eqx.filter_value_and_grad(lambda model: mean_loss(cast(model, dtype), tokens, segment_ids))(model)
     updates, state = OPTIMISER.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
-    return loss, eqx.apply_updates(model, jax.tree.map(lambda update: -rate * update, updates)), state
+    model = eqx.apply_updates(model, jax.tree.map(lambda update: -rate * update, updates))
+    return loss, *replicated((model, state))
 
 
 @eqx.filter_jit
@@ -78,25 +88,38 @@ def evaluate(model: GPT, data: Packed, batch: int, dtype="float32") -> float:
 
 
 def fit(
-    model: GPT, train: Packed, validation: Packed, recipe: Recipe, report: Callable[[int, float, History], None]
+    model: GPT,
+    train: Packed,
+    validation: Packed,
+    recipe: Recipe,
+    report: Callable[[int, float, History], None],
+    keep: Callable[[GPT, Any, History], None] = lambda *_: None,
+    earlier: tuple[Any, History] | None = None,
 ) -> tuple[GPT, History]:
     """Trains until the steps or the seconds are used up.
 
-    `report(step, progress, history)` is called after each step.
+    `report(step, progress, history)` is called after each step, `keep(model, optimiser state, history)` after each
+    evaluation. `earlier` is what `keep` got: the run goes on from there, with the same batches as without a break.
     """
-    started = time.monotonic()
-    order = np.random.default_rng(recipe.seed)
-    state = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
-    history = History()
-    step, progress = 0, 0.0
+    state, history = (init_optimiser(model), History()) if earlier is None else earlier
+    started = time.monotonic() - history.seconds
+    step = history.train[-1][0] if history.train else 0
+    progress = min(1.0, step / recipe.steps)
+    evaluated = math.floor(progress * recipe.evaluations) if history.validation else -1
     while True:
-        if progress >= len(history.validation) / recipe.evaluations or progress >= 1:
+        ended = progress >= 1 or step == recipe.stop_at
+        evaluates = ended or math.floor(progress * recipe.evaluations) > evaluated
+        if evaluates:
+            evaluated = math.floor(progress * recipe.evaluations)
             history.validation.append((step, evaluate(model, validation, 2 * recipe.batch, recipe.dtype)))
         history.seconds = time.monotonic() - started
         report(step, progress, history)
-        if progress >= 1:
+        if evaluates:
+            keep(model, state, history)
+        if ended:
             return model, history
-        rows = train.batch(order.integers(len(train.tokens), size=recipe.batch))
+        # Of the step alone, so that a run that was interrupted goes on with what it would have seen.
+        rows = train.batch(np.random.default_rng((recipe.seed, step)).integers(len(train.tokens), size=recipe.batch))
         rate = jnp.asarray(recipe.rate(progress), jnp.float32)
         loss, model, state = train_step((rows.tokens, rows.segment_ids, rate, recipe.dtype), model, state)
         step += 1

@@ -72,12 +72,21 @@ class Placement:
     """
 
     axis: str
-    devices: int
+    order: Order
     strategy: str
     mesh: Mesh | AbstractMesh
-    summary_blocks: int
     seen: tuple[tuple[bool, ...], ...] | None
     bias_dimensions: tuple[str | None, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """How many the axis has."""
+        return self.order.devices
+
+    @property
+    def summary_blocks(self) -> int:
+        """In how many blocks the extremes of a device's tokens are taken."""
+        return self.order.summary_blocks()
 
 
 def mesh_of(context: ContextParallel, *arrays: Any) -> Mesh | AbstractMesh:

@@ -92,8 +92,8 @@ def divide(
 
     Raises ValueError where they do not fit one another, or where more is sharded than batch and heads.
     """
-    axes = _agreed(arrays)
-    of_query, of_key = (axes.get(name, ()) for name in HEADS)
+    axes = _agreed(arrays, sizes)
+    of_query, of_key = (_several(axes.get(name, ()), sizes) for name in HEADS)
     named = _named(arrays)
     if of_query[: len(of_key)] != of_key:
         raise ValueError(
@@ -109,7 +109,7 @@ def divide(
     division = Division(sizes, axes, beyond)
     parts = division.size(of_query)
     if kv_heads % parts == 0:
-        return Division(sizes, {**axes, "kv_heads": of_query})
+        return Division(sizes, {**axes, "kv_heads": axes.get("q_heads", ())})
     if (q_heads // kv_heads) % (q_heads // parts):
         raise ValueError(
             f"{q_heads} query heads over {parts} devices are {q_heads // parts} each, which for {kv_heads} key/value heads cuts "
@@ -119,33 +119,47 @@ def divide(
     return division
 
 
-def _agreed(arrays) -> dict[str, Axes]:
-    """The axes of each dimension, on which all arrays that have it agree."""
+def _several(axes: Axes, sizes: Mapping[str, int]) -> Axes:
+    """Those of more than one device: others are in types, and divide nothing."""
+    return tuple(axis for axis in axes if sizes[axis] > 1)
+
+
+def _agreed(arrays, sizes: Mapping[str, int]) -> dict[str, Axes]:
+    """The axes of each dimension, on which all arrays that have it agree but for axes of one device."""
     axes: dict[str, Axes] = {}
     first: dict[str, str] = {}
     for array, (dims, found) in arrays.items():
         for name, of in zip(dims.names, found, strict=True):
             if name is None:
                 continue
-            if of and name not in HEADS and not name.startswith(("batch", "mapped")):
-                raise ValueError(_not_shared_out(array, name, dims, found))
-            if axes.setdefault(name, of) != of:
+            if _several(of, sizes) and name not in HEADS and not name.startswith(("batch", "mapped")):
+                raise ValueError(_not_shared_out(array, name, dims, found, sizes))
+            if _several(axes.setdefault(name, of), sizes) != _several(of, sizes):
                 raise ValueError(
                     f"{first[name]} and {array} are sharded differently along {name} ({_named(arrays)}): reshard one of them "
                     f"before the call, for instance jax.reshard({array}, ...)"
                 )
             first.setdefault(name, array)
-    used = [axis for name, of in axes.items() if name != "kv_heads" for axis in of]
+    used = [axis for name, of in axes.items() if name != "kv_heads" for axis in _several(of, sizes)]
     if len(set(used)) < len(used):
         raise ValueError(f"one mesh axis shards two dimensions of the call ({_named(arrays)}): use each for one")
+    # An axis of one device stays in the type of the first dimension that has it, which is one of the query and the output.
+    kept: set[str] = set()
+    for name, of in axes.items():
+        if name == "kv_heads":
+            axes[name] = _several(of, sizes)
+        else:
+            axes[name] = tuple(axis for axis in of if axis not in kept)
+            kept.update(of)
     return axes
 
 
-def _not_shared_out(array: str, name: str, dims: Dims, found) -> str:
+def _not_shared_out(array: str, name: str, dims: Dims, found, sizes: Mapping[str, int]) -> str:
     spec = spec_of(found)
     where = f"{array} of dimensions [{', '.join(x or '1' for x in dims.names)}] is sharded as {spec}"
     if name.removeprefix(CONTEXT) in ("q_seq", "kv_seq"):
-        axis = next(of for n, of in zip(dims.names, found, strict=True) if n == name)[0]
+        axes = next(of for n, of in zip(dims.names, found, strict=True) if n == name)
+        axis = _several(axes, sizes)[0]
         return (
             f"{where}, along its sequence: say how the devices share it, with context=eqx_attn.ContextParallel({axis!r}), or "
             f"gather it first with jax.reshard({array}, ...)"

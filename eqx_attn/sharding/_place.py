@@ -119,10 +119,9 @@ class Spread:
             seen = tuple(map(tuple, visible.tolist()))
         return Placement(
             axis=self.context.axis,
-            devices=order.devices,
+            order=order,
             strategy=self.context.strategy,
             mesh=self.mesh,
-            summary_blocks=order.summary_blocks(),
             seen=seen,
             bias_dimensions=() if learned.bias is None else matrix_dimensions(learned.bias),
         )
