@@ -35,7 +35,7 @@ COLOURS = {"not visited": "#eceef0", "visited, masked": "#9ec1e0", "visited, no 
 def states_of(mask) -> np.ndarray:
     """`[q_blocks, kv_blocks]` of the Triton forward with square tiles, as `_block_states` numbers them."""
     query = jax.ShapeDtypeStruct((1, SEQ, 1, 64), jnp.bfloat16)
-    request, band, tokens = _planned(query, query, query, mask, "bshd", Options(mask))
+    request, band, tokens = _planned(query, query, query, mask, "bshd", Options(mask), spread=None)
     states = block_states("triton", "forward", Tile(BLOCK, BLOCK), request, band, tokens)
     assert states is not None
     return states[0]
