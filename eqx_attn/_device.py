@@ -5,13 +5,17 @@ from ._map_blocks import has_bit as has_bit, map_blocks as map_blocks
 from ._map_words import words_of_map as words_of_map
 from ._pallas import (
     column as column,
+    cut as cut,
     dot as dot,
     drawn as drawn,
     fit_block as fit_block,
+    fit_chunk as fit_chunk,
     interpret_params as interpret_params,
     matmul_precision as matmul_precision,
+    OVERFLOW as OVERFLOW,
     pad_rows as pad_rows,
     pad_segments as pad_segments,
+    SAMPLE as SAMPLE,
     tanh as tanh,
     VMEM_LIMIT_BYTES as VMEM_LIMIT_BYTES,
     zero_tail as zero_tail,

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk192_v128_maxlogit
-# digest: d2be69345f5451c9
+# digest: 18b440799f6e17bb
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 192], key [batch, kv_seq, kv_heads, 192], value [batch, kv_seq, kv_heads, 128].
@@ -122,8 +122,8 @@ def _forward_kernel(
 
     @pl.when(step == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [v_dim, block_q]
         max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
+        acc_ref[...] = jnp.zeros_like(acc_ref)  # [v_dim, block_q]
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     def attend(partial):

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk64_v64_sinks
-# digest: 4fc6a4f810f46e24
+# digest: 8ee92535b518c91f
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -30,11 +30,15 @@ from eqx_attn._device import (
     band_kv_visits,
     band_q_visits,
     column,
+    cut,
     dot,
     fit_block,
+    fit_chunk,
     interpret_params,
     matmul_precision,
+    OVERFLOW,
     pad_rows,
+    SAMPLE,
     score_blocks,
     sinks_gradient,
     VMEM_LIMIT_BYTES,
@@ -69,7 +73,9 @@ def forward(q, k, v, operands, tiles):
             sinks=sinks,
             scale=operands.scale,
             upper=operands.upper,
+            q_seq=q_seq,
             kv_seq=kv_seq,
+            tile=tiles.forward,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -82,9 +88,12 @@ def forward(q, k, v, operands, tiles):
             in_specs=[sinks.spec(lambda b, h, *_: (b, h, 0, 0)), queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM)],
             out_specs=(queries(HEAD_DIM), rows),
             scratch_shapes=[
-                pltpu.VMEM((HEAD_DIM, block_q), jnp.float32),
+                pltpu.VMEM((2, HEAD_DIM, block_q), jnp.float32),
                 pltpu.VMEM((1, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((2, 1, block_q), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -114,12 +123,17 @@ def _forward_kernel(
     acc_ref,
     max_ref,
     sum_ref,
+    slot_ref,
+    queries_ref,
+    values_ref,
     *,
     visits,
     sinks,
     scale,
     upper,
+    q_seq,
     kv_seq,
+    tile,
     precision,
 ):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
@@ -128,27 +142,86 @@ def _forward_kernel(
 
     @pl.when(step == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
         max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        slot_ref[0] = 0
+        acc_ref[0] = jnp.zeros(acc_ref.shape[1:], jnp.float32)  # [head_dim, block_q]
+        sum_ref[0] = jnp.zeros(sum_ref.shape[1:], jnp.float32)  # [1, block_q]
+        queries_ref[...] = zero_tail(q_ref[...], q_block, q_seq).T
+
+    block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+    chunk = fit_chunk(block_q, block_kv)
+    chunks = block_kv // chunk
 
     def attend(partial):
-        v = v_ref[...]
-        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        if partial:
-            s = jnp.where(_keep(q_block, kv_block, s.shape, upper, kv_seq), s, HIDDEN)
-            v = zero_tail(v, kv_block, kv_seq)
-        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-        shift = jnp.where(row_max > HIDDEN, row_max, 0.0)  # -inf - -inf is no number
-        correction = jnp.exp2(max_ref[...] - shift)
-        p = jnp.exp2(s - shift)
-        max_ref[...] = row_max
-        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+        """Chunks of keys one after the other, each with the maximum of all keys so far."""
+        slot = slot_ref[0]
+
+        def attend_chunk(number, _):
+            keys = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
+            v = v_ref[keys]
+            s = dot(k_ref[keys], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)  # [chunk, block_q]
+            if partial:
+                s = jnp.where(_keep(q_block, kv_block * chunks + number, s.shape, upper, kv_seq), s, HIDDEN)
+                v = zero_tail(v, kv_block * chunks + number, kv_seq)
+            row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+            shift = jnp.where(row_max > HIDDEN, row_max, 0.0)  # -inf - -inf is no number
+            correction = jnp.exp2(max_ref[...] - shift)
+            p = jnp.exp2(s - shift)
+            max_ref[...] = row_max
+            sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
+            acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+            return 0
+
+        end = jnp.minimum(pl.cdiv(kv_seq - kv_block * block_kv, chunk), chunks)
+        lax.fori_loop(0, end, attend_chunk, 0)
+
+    def attend_whole():
+        """Tiles of scores, the products of one beside the weights of another, against a maximum from before this block."""
+        end = block_kv
+        old, new = slot_ref[0], 1 - slot_ref[0]
+
+        @pl.when(jnp.min(max_ref[...]) == HIDDEN)
+        def _():
+            # Queries that have seen nothing yet start with the maximum over the first keys of the block.
+            s = dot(k_ref[:SAMPLE], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
+            highest = jnp.max(s, axis=0, keepdims=True)
+            max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
+
+        values_ref[...] = v_ref[...].T
+        tiles = [(queries, keys) for queries in cut(block_q, tile.query_tile) for keys in cut(end, tile.key_tile)]
+        products, weights = {}, {}
+        for turn in range(-tile.lead, len(tiles) + tile.lag):
+            if turn >= tile.lag:
+                queries, keys = tiles[turn - tile.lag]
+                acc = acc_ref[old, :, queries] if keys.start == 0 else acc
+                acc = acc + dot(values_ref[:, keys], weights.pop(turn - tile.lag), (1, 0), precision)
+                if keys.stop == end:
+                    acc_ref[new, :, queries] = acc  # [head_dim, query_tile]
+            if turn + tile.lead < len(tiles):
+                queries, keys = tiles[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[keys], queries_ref[:, queries], (1, 0), precision)
+            if 0 <= turn < len(tiles):
+                queries, keys = tiles[turn]
+                s = products.pop(turn) * (scale * LOG2_E)  # [key_tile, query_tile]
+                p = jnp.exp2(s - max_ref[:, queries])
+                total = sum_ref[old, :, queries] if keys.start == 0 else total
+                total = total + jnp.sum(p, axis=0, keepdims=True)
+                if keys.stop == end:
+                    sum_ref[new, :, queries] = total
+                weights[turn] = p.astype(v_ref.dtype)
+        fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
+
+        @pl.when(fits)
+        def _():
+            slot_ref[0] = new
+
+        @pl.when(~fits)
+        def _():
+            attend(partial=False)
 
     @pl.when(visits.whole(visits_ref, q_block, step))
     def _():
-        attend(partial=False)
+        attend_whole()
 
     @pl.when(visits.partial(visits_ref, q_block, step))
     def _():
@@ -156,12 +229,13 @@ def _forward_kernel(
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _():
+        acc, total = acc_ref[slot_ref[0]], sum_ref[slot_ref[0]]
         sink = sinks.tile(sinks_ref) * LOG2_E  # [1, 1]
         highest = jnp.maximum(max_ref[...], sink)
         highest = jnp.where(highest > HIDDEN, highest, 0.0)
         correction = jnp.exp2(max_ref[...] - highest)
-        total = sum_ref[...] * correction + jnp.exp2(sink - highest)
-        out = jnp.where(total > 0.0, acc_ref[...] * correction / total, 0.0)
+        total = total * correction + jnp.exp2(sink - highest)
+        out = jnp.where(total > 0.0, acc * correction / total, 0.0)
         out_ref[...] = out.T.astype(out_ref.dtype)
         lse_ref[...] = (highest + jnp.log2(total)) / LOG2_E
 

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk64_v64_bias
-# digest: dba9b0c394f35a27
+# digest: 55fd3067d78d30e9
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -100,8 +100,8 @@ def _forward_kernel(
 
     @pl.when(kv_block == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
         max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
+        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     def attend(partial):

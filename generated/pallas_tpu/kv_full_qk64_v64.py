@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/kv_full_qk64_v64
-# digest: 0730a6b96032cf35
+# digest: 18cc357f9d689a2c
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64]; key and value are one array [batch, kv_seq, 2 * kv_heads, 64], the key's heads first.
@@ -23,11 +23,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from eqx_attn._device import (
     column,
+    cut,
     dot,
     fit_block,
+    fit_chunk,
     interpret_params,
     matmul_precision,
+    OVERFLOW,
     pad_rows,
+    SAMPLE,
     VMEM_LIMIT_BYTES,
     zero_tail,
 )
@@ -55,7 +59,9 @@ def forward(q, kv, operands, tiles):
         functools.partial(
             _forward_kernel,
             scale=operands.scale,
+            q_seq=q_seq,
             kv_seq=kv_seq,
+            tile=tiles.forward,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -67,9 +73,12 @@ def forward(q, kv, operands, tiles):
             in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM)],
             out_specs=(queries(HEAD_DIM), rows),
             scratch_shapes=[
-                pltpu.VMEM((HEAD_DIM, block_q), jnp.float32),
+                pltpu.VMEM((2, HEAD_DIM, block_q), jnp.float32),
                 pltpu.VMEM((1, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((2, 1, block_q), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -86,43 +95,115 @@ def forward(q, kv, operands, tiles):
     return out.swapaxes(1, 2), lse[:, :, 0, :q_seq]
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, acc_ref, max_ref, sum_ref, *, scale, kv_seq, precision):
+def _forward_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    out_ref,
+    lse_ref,
+    acc_ref,
+    max_ref,
+    sum_ref,
+    slot_ref,
+    queries_ref,
+    values_ref,
+    *,
+    scale,
+    q_seq,
+    kv_seq,
+    tile,
+    precision,
+):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
     kv_block = pl.program_id(3)
 
     @pl.when(kv_block == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
-        max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        slot_ref[0] = 0
+        acc_ref[0] = jnp.zeros(acc_ref.shape[1:], jnp.float32)  # [head_dim, block_q]
+        sum_ref[0] = jnp.zeros(sum_ref.shape[1:], jnp.float32)  # [1, block_q]
+        queries_ref[...] = zero_tail(q_ref[...], pl.program_id(2), q_seq).T
+        # Queries start with the maximum over the first keys.
+        s = dot(k_ref[: min(kv_seq, SAMPLE)], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
+        max_ref[...] = jnp.max(s, axis=0, keepdims=True)  # [1, block_q]
+
+    block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+    chunk = fit_chunk(block_q, block_kv)
+    chunks = block_kv // chunk
 
     def attend(partial):
-        v = v_ref[...]
-        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        if partial:
-            s = jnp.where(_keep(kv_block, s.shape, kv_seq), s, HIDDEN)
-            v = zero_tail(v, kv_block, kv_seq)
-        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-        correction = jnp.exp2(max_ref[...] - row_max)
-        p = jnp.exp2(s - row_max)
-        max_ref[...] = row_max
-        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+        """Chunks of keys one after the other, each with the maximum of all keys so far."""
+        slot = slot_ref[0]
 
-    @pl.when(kv_block < kv_seq // k_ref.shape[0])
-    def _():
-        attend(partial=False)
+        def attend_chunk(number, _):
+            keys = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
+            v = v_ref[keys]
+            s = dot(k_ref[keys], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)  # [chunk, block_q]
+            if partial:
+                s = jnp.where(_keep(kv_block * chunks + number, s.shape, kv_seq), s, HIDDEN)
+                v = zero_tail(v, kv_block * chunks + number, kv_seq)
+            row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+            correction = jnp.exp2(max_ref[...] - row_max)
+            p = jnp.exp2(s - row_max)
+            max_ref[...] = row_max
+            sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
+            acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+            return 0
 
-    if kv_seq % k_ref.shape[0]:
+        end = jnp.minimum(pl.cdiv(kv_seq - kv_block * block_kv, chunk), chunks)
+        lax.fori_loop(0, end, attend_chunk, 0)
 
-        @pl.when(kv_block == kv_seq // k_ref.shape[0])
+    def attend_whole(end):
+        """Tiles of scores, the products of one beside the weights of another, against a maximum from before this block."""
+        old, new = slot_ref[0], 1 - slot_ref[0]
+
+        values_ref[...] = v_ref[...].T
+        tiles = [(queries, keys) for queries in cut(block_q, tile.query_tile) for keys in cut(end, tile.key_tile)]
+        products, weights = {}, {}
+        for turn in range(-tile.lead, len(tiles) + tile.lag):
+            if turn >= tile.lag:
+                queries, keys = tiles[turn - tile.lag]
+                acc = acc_ref[old, :, queries] if keys.start == 0 else acc
+                acc = acc + dot(values_ref[:, keys], weights.pop(turn - tile.lag), (1, 0), precision)
+                if keys.stop == end:
+                    acc_ref[new, :, queries] = acc  # [head_dim, query_tile]
+            if turn + tile.lead < len(tiles):
+                queries, keys = tiles[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[keys], queries_ref[:, queries], (1, 0), precision)
+            if 0 <= turn < len(tiles):
+                queries, keys = tiles[turn]
+                s = products.pop(turn) * (scale * LOG2_E)  # [key_tile, query_tile]
+                p = jnp.exp2(s - max_ref[:, queries])
+                total = sum_ref[old, :, queries] if keys.start == 0 else total
+                total = total + jnp.sum(p, axis=0, keepdims=True)
+                if keys.stop == end:
+                    sum_ref[new, :, queries] = total
+                weights[turn] = p.astype(v_ref.dtype)
+        fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
+
+        @pl.when(fits)
         def _():
-            attend(partial=True)
+            slot_ref[0] = new
+
+        @pl.when(~fits)
+        def _():
+            attend(partial=end < block_kv)
+
+    @pl.when(kv_block < kv_seq // block_kv)
+    def _():
+        attend_whole(block_kv)
+
+    if kv_seq % block_kv:
+
+        @pl.when(kv_block == kv_seq // block_kv)
+        def _():
+            attend_whole(kv_seq % block_kv)
 
     @pl.when(kv_block == pl.num_programs(3) - 1)
     def _():
-        out_ref[...] = (acc_ref[...] / sum_ref[...]).T.astype(out_ref.dtype)
-        lse_ref[...] = (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E
+        acc, total = acc_ref[slot_ref[0]], sum_ref[slot_ref[0]]
+        out_ref[...] = (acc / total).T.astype(out_ref.dtype)
+        lse_ref[...] = (max_ref[...] + jnp.log2(total)) / LOG2_E
 
 
 def backward(q, kv, out, lse, dout, dlse, operands, tiles):
