@@ -41,11 +41,10 @@ def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> T
     if dtype == "float32":
         small = Tile(512, 512)
         return Tiles(small, small, small)
-    whole = spec.mask is MaskKind.FULL and not (
-        spec.segments or spec.bias or spec.dense or spec.blocks or spec.maxlogit
-    )
-    size = 2048 if whole else 1024
-    tall = max(spec.qk_dim, spec.v_dim) <= 64
-    query_tile, key_tile = (512, 256) if tall else (256, 512)
-    forward = Tile(size, size, query_tile=query_tile, key_tile=key_tile)
+    exact = spec.segments or spec.blocks or spec.bias or spec.dense or spec.maxlogit
+    query_tile, key_tile = (512, 256) if max(spec.qk_dim, spec.v_dim) <= 64 else (256, 512)
+    if spec.mask is MaskKind.FULL and not exact:
+        forward = Tile(2048, 2048, query_tile=query_tile, key_tile=key_tile)
+    else:
+        forward = Tile(1024, 2048 if spec.mask is MaskKind.CAUSAL and not exact else 1024)
     return Tiles(forward, Tile(1024, 1024), Tile(1024, 1024))

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_causal_qk128_v128
-# digest: 2959e7d4009d6c3b
+# digest: 65f5c2b592e11677
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 128], key [batch, kv_heads, kv_seq, 128], value [batch, kv_heads, kv_seq, 128].
@@ -159,7 +159,9 @@ def _forward_kernel(
             acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
             return 0
 
-        end = jnp.minimum(pl.cdiv(kv_seq - kv_block * block_kv, chunk), chunks)
+        keys = kv_seq - kv_block * block_kv  # up to the end of the sequence
+        keys = jnp.minimum(keys, (q_block + 1) * block_q + upper - kv_block * block_kv)  # up to the last query's last
+        end = jnp.minimum(pl.cdiv(keys, chunk), chunks)
         lax.fori_loop(0, end, attend_chunk, 0)
 
     def attend_whole():

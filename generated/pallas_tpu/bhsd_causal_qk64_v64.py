@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_causal_qk64_v64
-# digest: d2d220d7aa228afc
+# digest: 0aee2d4b6033bfe9
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 64], key [batch, kv_heads, kv_seq, 64], value [batch, kv_heads, kv_seq, 64].
@@ -159,7 +159,9 @@ def _forward_kernel(
             acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
             return 0
 
-        end = jnp.minimum(pl.cdiv(kv_seq - kv_block * block_kv, chunk), chunks)
+        keys = kv_seq - kv_block * block_kv  # up to the end of the sequence
+        keys = jnp.minimum(keys, (q_block + 1) * block_q + upper - kv_block * block_kv)  # up to the last query's last
+        end = jnp.minimum(pl.cdiv(keys, chunk), chunks)
         lax.fori_loop(0, end, attend_chunk, 0)
 
     def attend_whole():

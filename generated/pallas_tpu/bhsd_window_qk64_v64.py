@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_window_qk64_v64
-# digest: bb37ef2d2c663272
+# digest: eeada769098653b6
 """Sliding-window attention on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 64], key [batch, kv_heads, kv_seq, 64], value [batch, kv_heads, kv_seq, 64].
@@ -161,8 +161,11 @@ def _forward_kernel(
             acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
             return 0
 
-        end = jnp.minimum(pl.cdiv(kv_seq - kv_block * block_kv, chunk), chunks)
-        lax.fori_loop(0, end, attend_chunk, 0)
+        keys = kv_seq - kv_block * block_kv  # up to the end of the sequence
+        keys = jnp.minimum(keys, (q_block + 1) * block_q + upper - kv_block * block_kv)  # up to the last query's last
+        end = jnp.minimum(pl.cdiv(keys, chunk), chunks)
+        first = jnp.maximum(q_block * block_q + lower - kv_block * block_kv, 0) // chunk
+        lax.fori_loop(first, end, attend_chunk, 0)
 
     def attend_whole():
         """Tiles of scores, the products of one beside the weights of another, against a maximum from before this block."""

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk64_v64_sinks
-# digest: 8ee92535b518c91f
+# digest: 1c085de467b62854
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -172,7 +172,9 @@ def _forward_kernel(
             acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
             return 0
 
-        end = jnp.minimum(pl.cdiv(kv_seq - kv_block * block_kv, chunk), chunks)
+        keys = kv_seq - kv_block * block_kv  # up to the end of the sequence
+        keys = jnp.minimum(keys, (q_block + 1) * block_q + upper - kv_block * block_kv)  # up to the last query's last
+        end = jnp.minimum(pl.cdiv(keys, chunk), chunks)
         lax.fori_loop(0, end, attend_chunk, 0)
 
     def attend_whole():

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_window_qk256_v256_softcap
-# digest: fdf34ba0bf9a836d
+# digest: 9a497b47fe30e48c
 """Sliding-window attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 256], key [batch, kv_seq, kv_heads, 256], value [batch, kv_seq, kv_heads, 256].
@@ -168,8 +168,11 @@ def _forward_kernel(
             acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
             return 0
 
-        end = jnp.minimum(pl.cdiv(kv_seq - kv_block * block_kv, chunk), chunks)
-        lax.fori_loop(0, end, attend_chunk, 0)
+        keys = kv_seq - kv_block * block_kv  # up to the end of the sequence
+        keys = jnp.minimum(keys, (q_block + 1) * block_q + upper - kv_block * block_kv)  # up to the last query's last
+        end = jnp.minimum(pl.cdiv(keys, chunk), chunks)
+        first = jnp.maximum(q_block * block_q + lower - kv_block * block_kv, 0) // chunk
+        lax.fori_loop(first, end, attend_chunk, 0)
 
     def attend_whole():
         """Tiles of scores, the products of one beside the weights of another, against a maximum from before this block."""
