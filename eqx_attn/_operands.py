@@ -99,8 +99,8 @@ class Tile:
     block_kv: int
     num_warps: int = 4
     num_stages: int = 2
-    query_tile: int = 512
-    key_tile: int = 256
+    inner_q: int = 512
+    inner_kv: int = 256
     lead: int = 1
     lag: int = 2
 

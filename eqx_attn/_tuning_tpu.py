@@ -42,9 +42,9 @@ def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> T
         small = Tile(512, 512)
         return Tiles(small, small, small)
     exact = spec.segments or spec.blocks or spec.bias or spec.dense or spec.maxlogit
-    query_tile, key_tile = (512, 256) if max(spec.qk_dim, spec.v_dim) <= 64 else (256, 512)
+    inner_q, inner_kv = (512, 256) if max(spec.qk_dim, spec.v_dim) <= 64 else (256, 512)
     if spec.mask is MaskKind.FULL and not exact:
-        forward = Tile(2048, 2048, query_tile=query_tile, key_tile=key_tile)
+        forward = Tile(2048, 2048, inner_q=inner_q, inner_kv=inner_kv)
     else:
         forward = Tile(1024, 2048 if spec.mask is MaskKind.CAUSAL and not exact else 1024)
     return Tiles(forward, Tile(1024, 1024), Tile(1024, 1024))

@@ -228,7 +228,7 @@ def test_scores_that_outgrow_the_first_ones(name, growth):
     """Weights against the maximum of the first keys overflow, also in the last block, which is cut to its length."""
     case = make(15, 200, 1100, 64, 64, **dict(upper=900) if "causal" in name else {})
     case = dataclasses.replace(case, k=case.k * np.linspace(1, growth, 1100)[:, None])
-    forward = Tile(256, 512, query_tile=128, key_tile=128, lead=2, lag=1)
+    forward = Tile(256, 512, inner_q=128, inner_kv=128, lead=2, lag=1)
     check(name, case, dataclasses.replace(TILES, forward=forward))
 
 

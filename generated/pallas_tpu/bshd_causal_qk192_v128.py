@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk192_v128
-# digest: bb1fe0bde3e1f5d3
+# digest: eff753790684b056
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 192], key [batch, kv_seq, kv_heads, 192], value [batch, kv_seq, kv_heads, 128].
@@ -180,7 +180,7 @@ def _forward_kernel(
             max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
 
         values_ref[...] = v_ref[...].T
-        tiles = [(queries, keys) for queries in cut(block_q, tile.query_tile) for keys in cut(end, tile.key_tile)]
+        tiles = [(queries, keys) for queries in cut(block_q, tile.inner_q) for keys in cut(end, tile.inner_kv)]
         products, weights = {}, {}
         for turn in range(-tile.lead, len(tiles) + tile.lag):
             if turn >= tile.lag:
@@ -188,13 +188,13 @@ def _forward_kernel(
                 acc = acc_ref[old, :, queries] if keys.start == 0 else acc
                 acc = acc + dot(values_ref[:, keys], weights.pop(turn - tile.lag), (1, 0), precision)
                 if keys.stop == end:
-                    acc_ref[new, :, queries] = acc  # [v_dim, query_tile]
+                    acc_ref[new, :, queries] = acc  # [v_dim, inner_q]
             if turn + tile.lead < len(tiles):
                 queries, keys = tiles[turn + tile.lead]
                 products[turn + tile.lead] = dot(k_ref[keys], queries_ref[:, queries], (1, 0), precision)
             if 0 <= turn < len(tiles):
                 queries, keys = tiles[turn]
-                s = products.pop(turn) * (scale * LOG2_E)  # [key_tile, query_tile]
+                s = products.pop(turn) * (scale * LOG2_E)  # [inner_kv, inner_q]
                 p = jnp.exp2(s - max_ref[:, queries])
                 total = sum_ref[old, :, queries] if keys.start == 0 else total
                 total = total + jnp.sum(p, axis=0, keepdims=True)
