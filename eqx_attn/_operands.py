@@ -89,12 +89,17 @@ def shared_index(batch: int, entries: int):
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The tile of one kernel: query rows and key rows per step and, for Triton, warps and pipeline stages."""
+    """The tile of one kernel: query rows and key rows per step and, for Triton, warps and pipeline stages.
+
+    On a TPU a step of the backward goes over parts of `inner_q` query rows and `inner_kv` key rows.
+    """
 
     block_q: int
     block_kv: int
     num_warps: int = 4
     num_stages: int = 2
+    inner_q: int = 256
+    inner_kv: int = 256
 
 
 @dataclasses.dataclass(frozen=True)
