@@ -11,12 +11,10 @@ Weights = TypeVar("Weights")
 
 
 class Part(NamedTuple):
-    """Some queries and some keys of a block; whether these queries have no part before it, and none after it."""
+    """Some queries and some keys of a block."""
 
     rows: slice
     columns: slice
-    first: bool
-    last: bool
 
 
 def parts_of_block(tile: Tile, block_q: int, block_kv: int) -> tuple[Part, ...]:
@@ -25,14 +23,14 @@ def parts_of_block(tile: Tile, block_q: int, block_kv: int) -> tuple[Part, ...]:
     One key's parts follow one another, so that two neighbours add to different sums of queries.
     """
     rows, columns = _slices(block_q, tile.inner_q), _slices(block_kv, tile.inner_kv)
-    return tuple(Part(row, column, column is columns[0], column is columns[-1]) for column in columns for row in rows)
+    return tuple(Part(row, column) for column in columns for row in rows)
 
 
 def _slices(size: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def in_turns(
+def in_turns[Weights](
     parts: Sequence[Part],
     scores: tuple[Callable[[Part], Array], Callable[[Part], Array]],
     weigh: Callable[[Part, Array, Array], Weights],

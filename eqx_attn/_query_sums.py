@@ -5,17 +5,14 @@ fit, they stay in vector memory (`ResidentSums`); else each step fetches its blo
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
-
-from ._parts import Part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +75,7 @@ class ResidentSums(_Sums):
         def _(slot):
             scratch[0][slot] = jnp.zeros(self.block, jnp.float32)
 
-    def fetch(self, dq_ref, scratch, q_block, parts: Sequence[Part]) -> "_ResidentStep":
+    def fetch(self, dq_ref, scratch, q_block) -> "_ResidentStep":
         return _ResidentStep(scratch[0].at[self.slot(q_block)])
 
     def finish(self, dq_ref, scratch) -> None:
@@ -96,7 +93,7 @@ class ResidentSums(_Sums):
 
         @_loop(self.slots)
         def _(slot):
-            buffer = lax.rem(slot, np.int32(2))
+            buffer = slot % 2
 
             @pl.when(slot >= 2)
             def _():
@@ -106,7 +103,7 @@ class ResidentSums(_Sums):
             copy(slot, buffer).start()
 
         for slot in range(max(self.slots - 2, 0), self.slots):
-            copy(np.int32(slot), slot % 2).wait()
+            copy(jnp.int32(slot), slot % 2).wait()
 
     def result(self, dq: Array) -> Array:
         return dq[:, : self.q_seq] if self.columns else dq[:, :, : self.q_seq]
@@ -116,8 +113,8 @@ class ResidentSums(_Sums):
 class _ResidentStep:
     sums: jax.Ref
 
-    def add(self, part: Part, product: Array) -> None:
-        self.sums[:, part.rows] += product
+    def add(self, rows: slice, product: Array) -> None:
+        self.sums[:, rows] += product
 
     def store(self) -> None:
         pass
@@ -160,9 +157,9 @@ class FetchedSums(_Sums):
         def _(slot):
             copy(slot).wait()
 
-    def fetch(self, dq_ref, scratch, q_block, parts: Sequence[Part]) -> "_FetchedStep":
+    def fetch(self, dq_ref, scratch, q_block) -> "_FetchedStep":
         head = pl.program_id(1) * self.group + pl.program_id(3)
-        step = _FetchedStep(*scratch, dq_ref.at[pl.program_id(0), head, q_block], self.slot(q_block), parts)
+        step = _FetchedStep(*scratch, dq_ref.at[pl.program_id(0), head, q_block], self.slot(q_block))
         step.fetch()
         return step
 
@@ -179,7 +176,7 @@ class FetchedSums(_Sums):
         return dq.reshape(self.batch, self.kv_heads * self.group, -1, self.dim)[:, :, : self.q_seq]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _FetchedStep:
     own: jax.Ref  # the sums of this step alone
     incoming: jax.Ref
@@ -188,8 +185,6 @@ class _FetchedStep:
     semaphores: jax.Ref
     place: jax.Ref
     slot: Array
-    parts: Sequence[Part]
-    arrived: bool = False
 
     def fetch(self) -> None:
         same = self.written[0] == self.slot
@@ -199,28 +194,18 @@ class _FetchedStep:
         def _():
             self.written[0] = -1
 
+        self.own[...] = jnp.zeros_like(self.own)
         self._read().start()
 
-    def add(self, part: Part, product: Array) -> None:
-        if part.last and not self.arrived:
-            self._arrive()
-        if not part.first:
-            product = self.own[:, part.rows] + product
-        if part.last:
-            self.outgoing[:, part.rows] = self.incoming[:, part.rows] + product
-        else:
-            self.own[:, part.rows] = product
+    def add(self, rows: slice, product: Array) -> None:
+        self.own[:, rows] += product
 
     def store(self) -> None:
-        for rows in _other_rows(self.parts, self.own.shape[1]):
-            self.outgoing[:, rows] = self.incoming[:, rows]
-        pltpu.make_async_copy(self.outgoing, self.place, self.semaphores.at[1]).start()
-        self.written[0] = self.slot
-
-    def _arrive(self) -> None:
         self._read().wait()
         _wait_for_write(self.outgoing, self.place, self.semaphores, self.written[0] >= 0)
-        self.arrived = True
+        self.outgoing[...] = self.incoming[...] + self.own[...]
+        pltpu.make_async_copy(self.outgoing, self.place, self.semaphores.at[1]).start()
+        self.written[0] = self.slot
 
     def _read(self):
         return pltpu.make_async_copy(self.place, self.incoming, self.semaphores.at[0])
@@ -234,7 +219,7 @@ def _loop(count: int):
             body(number)
             return _
 
-        lax.fori_loop(np.int32(0), np.int32(count), step, None)
+        lax.fori_loop(jnp.int32(0), jnp.int32(count), step, None)
 
     return run
 
@@ -245,12 +230,6 @@ def _wait_for_write(outgoing, place, semaphores, condition) -> None:
     @pl.when(condition)
     def _():
         pltpu.make_async_copy(outgoing, place, semaphores.at[1]).wait()
-
-
-def _other_rows(parts: Sequence[Part], block_q: int) -> list[slice]:
-    """Rows of a block, by 128, of which no part has scores."""
-    covered = {row for part in parts for row in range(part.rows.start, part.rows.stop, 128)}
-    return [slice(row, row + 128) for row in range(0, block_q, 128) if row not in covered]
 
 
 def query_sums(*, limit: int, **sizes) -> ResidentSums | FetchedSums:

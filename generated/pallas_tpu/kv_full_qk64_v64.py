@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/kv_full_qk64_v64
-# digest: dca364ef3797ffb5
+# digest: 807e571622255e66
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64]; key and value are one array [batch, kv_seq, 2 * kv_heads, 64], the key's heads first.
@@ -183,6 +183,8 @@ def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
             scratch_shapes=[
                 pltpu.VMEM((HEAD_DIM, block_kv), k.dtype),
                 pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), dout.dtype),
                 pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
                 pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
                 sums.scratch,
@@ -221,6 +223,8 @@ def _backward_kernel(
     dv_ref,
     k_t_ref,
     v_t_ref,
+    q_t_ref,
+    dout_t_ref,
     dk_acc_ref,
     dv_acc_ref,
     sums_refs,
@@ -248,43 +252,43 @@ def _backward_kernel(
     @pl.when(starts)
     def _():
         k_t_ref[...] = zero_tail(k_ref[...], kv_block, kv_seq).T  # [head_dim, block_kv]
-        v_t_ref[...] = v_ref[...].T  # [head_dim, block_kv]
+        v_t_ref[...] = zero_tail(v_ref[...], kv_block, kv_seq).T  # [head_dim, block_kv]
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
 
     def accumulate(partial):
-        q_t, dout_t = q_ref[...].T, dout_ref[...].T  # [head_dim, block_q]
+        step_sums = sums.fetch(dq_ref, sums_refs, q_block)
+        q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
         if partial:
             # Queries past the end must not reach the sums, not even as NaN * 0.
-            sees = lse_ref[...] < BLIND  # [1, block_q]
-            q_t, dout_t = jnp.where(sees, q_t, 0), jnp.where(sees, dout_t, 0)
-        step_sums = sums.fetch(dq_ref, sums_refs, q_block, parts)
+            sees = lse[:, :1] < BLIND
+            q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
+        q_t_ref[...], dout_t_ref[...] = q.T, dout.T
 
         def score(part):
-            return dot(q_ref[part.rows], k_t_ref[:, part.columns], (1, 0), precision)
+            return dot(q[part.rows], k_t_ref[:, part.columns], (1, 0), precision)
 
         def score_of_dout(part):
-            return dot(dout_ref[part.rows], v_t_ref[:, part.columns], (1, 0), precision)
+            return dot(dout[part.rows], v_t_ref[:, part.columns], (1, 0), precision)
 
         def weigh(part, s, dp):
             row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
             s = s * (scale * LOG2_E)
+            if partial:
+                s = jnp.where(_keep_part(part, kv_block, k_ref.shape[0], kv_seq), s, HIDDEN)
             p = jnp.exp2(s - row_lse)
             ds = p * (dp - row_delta)
-            if partial:
-                keep = _keep_part(part, kv_block * k_ref.shape[0], kv_seq) & (row_lse < BLIND)
-                p, ds = jnp.where(keep, p, 0.0), jnp.where(keep, ds, 0.0)
-            return p.astype(dout_ref.dtype), ds.astype(q_ref.dtype)
+            return p.astype(dout.dtype), ds.astype(q.dtype)
 
         def add_dv(part, weights):
-            dv_acc_ref[:, part.columns] += dot(dout_t[:, part.rows], weights[0], (1, 0), precision)
+            dv_acc_ref[:, part.columns] += dot(dout_t_ref[:, part.rows], weights[0], (1, 0), precision)
 
         def add_dk(part, weights):
-            dk_acc_ref[:, part.columns] += dot(q_t[:, part.rows], weights[1], (1, 0), precision)
+            dk_acc_ref[:, part.columns] += dot(q_t_ref[:, part.rows], weights[1], (1, 0), precision)
 
         def add_dq(part, weights):
-            step_sums.add(part, dot(k_t_ref[:, part.columns], weights[1], (1, 1), precision))
+            step_sums.add(part.rows, dot(k_t_ref[:, part.columns], weights[1], (1, 1), precision))
 
         in_turns(parts, (score, score_of_dout), weigh, (add_dv, add_dk, add_dq))
         step_sums.store()
@@ -311,10 +315,10 @@ def _backward_kernel(
         sums.finish(dq_ref, sums_refs)
 
 
-def _keep_part(part, kv_start, kv_seq):
+def _keep_part(part, kv_block, block_kv, kv_seq):
     """Which scores of a part of a block survive, [1, keys]: those of keys before the end."""
     columns = lax.broadcasted_iota(jnp.int32, (1, part.columns.stop - part.columns.start), 1)
-    return kv_start + part.columns.start + columns < kv_seq
+    return kv_block * block_kv + part.columns.start + columns < kv_seq
 
 
 def _keep(kv_block, shape, kv_seq):
