@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk64_v64_bias
-# digest: e89d035edc4e2381
+# digest: cb2a69e2f292f60c
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -332,7 +332,9 @@ def _backward_kernel(
             row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
             s = s * scale + bias_of(part)
             if partial:
-                s = jnp.where(_keep_part(part, q_start, kv_start, upper, kv_seq), s, HIDDEN)
+                keep = _keep_part(part, q_start, kv_start, upper, kv_seq)
+                keep &= row_lse < BLIND
+                s = jnp.where(keep, s, HIDDEN)
             p = jnp.exp2((s - row_lse) * LOG2_E)
             ds = p * (dp - row_delta)
             return p.astype(dout.dtype), ds.astype(q.dtype)

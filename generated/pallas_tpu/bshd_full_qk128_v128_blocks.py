@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk128_v128_blocks
-# digest: bc382d40f912b52c
+# digest: 31f39648f03e7bb9
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -345,7 +345,8 @@ def _backward_kernel(
             s = s * (scale * LOG2_E)
             if partial:
                 keep = _keep_part(part, kv_block, k_ref.shape[0], kv_seq)
-                s = jnp.where(keep & has_bit(row_words_of(part), column_bits_of(part)), s, HIDDEN)
+                keep &= has_bit(row_words_of(part), column_bits_of(part))
+                s = jnp.where(keep, s, HIDDEN)
             p = jnp.exp2(s - row_lse)
             ds = p * (dp - row_delta)
             return p.astype(dout.dtype), ds.astype(q.dtype)

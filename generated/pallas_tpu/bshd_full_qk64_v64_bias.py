@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk64_v64_bias
-# digest: 12727267f559e34a
+# digest: 27f65a013a329ceb
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -299,7 +299,9 @@ def _backward_kernel(
             row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
             s = s * scale + bias_of(part)
             if partial:
-                s = jnp.where(_keep_part(part, kv_block, k_ref.shape[0], kv_seq), s, HIDDEN)
+                keep = _keep_part(part, kv_block, k_ref.shape[0], kv_seq)
+                keep &= row_lse < BLIND
+                s = jnp.where(keep, s, HIDDEN)
             p = jnp.exp2((s - row_lse) * LOG2_E)
             ds = p * (dp - row_delta)
             return p.astype(dout.dtype), ds.astype(q.dtype)
