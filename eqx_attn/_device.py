@@ -18,7 +18,12 @@ from ._pallas import (
     widen as widen,
     zero_tail as zero_tail,
 )
-from ._parts import in_turns as in_turns, parts_of_block as parts_of_block
+from ._parts import (
+    edges_of_band as edges_of_band,
+    in_turns as in_turns,
+    parts_before_end as parts_before_end,
+    parts_of_block as parts_of_block,
+)
 from ._precision import dot_precision as dot_precision
 from ._query_sums import query_sums as query_sums
 from ._score_blocks import dropout_blocks as dropout_blocks, score_blocks as score_blocks

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_causal_qk256_v256_segments
-# digest: 34544a25a0c478a4
+# digest: b5766f618763c6a0
 """Causal attention within segments on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 256], key [batch, kv_heads, kv_seq, 256], value [batch, kv_heads, kv_seq, 256].
@@ -195,6 +195,7 @@ def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
             sums=sums,
             precision=matmul_precision(q.dtype),
             parts=parts_of_block(tile, block_q, block_kv),
+            partial_parts=parts_of_block(tile, block_q, block_kv, whole=False),
         ),
         out_shape=(
             sums.shape,
@@ -265,6 +266,7 @@ def _backward_kernel(
     sums,
     precision,
     parts,
+    partial_parts,
 ):
     """One step of one block of keys: one block of one head's queries into all gradients.
 
@@ -287,7 +289,7 @@ def _backward_kernel(
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
 
-    def accumulate(partial):
+    def accumulate(parts, partial):
         step_sums = sums.fetch(dq_ref, sums_refs, q_block)
         q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
@@ -307,7 +309,7 @@ def _backward_kernel(
         def weigh(part, s, dp):
             row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
             s = s * (scale * LOG2_E)
-            if partial:
+            if not part.whole:
                 s = jnp.where(_keep_part(part, q_ids, q_positions, tokens, upper), s, HIDDEN)
             p = jnp.exp2(s - row_lse)
             ds = p * (dp - row_delta)
@@ -327,11 +329,11 @@ def _backward_kernel(
 
     @pl.when(visits.whole(visits_ref, kv_block, step, example))
     def _():
-        accumulate(partial=False)
+        accumulate(parts, partial=False)
 
     @pl.when(visits.partial(visits_ref, kv_block, step, example))
     def _():
-        accumulate(partial=True)
+        accumulate(partial_parts, partial=True)
 
     @pl.when(ends)
     def _():

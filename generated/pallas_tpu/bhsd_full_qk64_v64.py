@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_full_qk64_v64
-# digest: 656a282b8c844993
+# digest: 7897de148b4e1365
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 64], key [batch, kv_heads, kv_seq, 64], value [batch, kv_heads, kv_seq, 64].
@@ -27,6 +27,7 @@ from eqx_attn._device import (
     interpret_params,
     matmul_precision,
     pad_rows,
+    parts_before_end,
     parts_of_block,
     query_sums,
     VMEM_LIMIT_BYTES,
@@ -166,6 +167,7 @@ def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
             sums=sums,
             precision=matmul_precision(q.dtype),
             parts=parts_of_block(tile, block_q, block_kv),
+            partial_parts=parts_before_end(tile, block_q, block_kv, kv_seq),
         ),
         out_shape=(
             sums.shape,
@@ -231,6 +233,7 @@ def _backward_kernel(
     sums,
     precision,
     parts,
+    partial_parts,
 ):
     """One step of one block of keys: one block of one head's queries into all gradients.
 
@@ -252,11 +255,11 @@ def _backward_kernel(
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
 
-    def accumulate(partial):
+    def accumulate(parts, partial):
         step_sums = sums.fetch(dq_ref, sums_refs, q_block)
         q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
-        if partial:
+        if partial or q_seq % q_ref.shape[0]:
             # Queries past the end must not reach the sums, not even as NaN * 0.
             sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
@@ -271,7 +274,7 @@ def _backward_kernel(
         def weigh(part, s, dp):
             row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
             s = s * (scale * LOG2_E)
-            if partial:
+            if not part.whole:
                 s = jnp.where(_keep_part(part, kv_block, k_ref.shape[0], kv_seq), s, HIDDEN)
             p = jnp.exp2(s - row_lse)
             ds = p * (dp - row_delta)
@@ -289,17 +292,15 @@ def _backward_kernel(
         in_turns(parts, (score, score_of_dout), weigh, (add_dv, add_dk, add_dq))
         step_sums.store()
 
-    whole = (q_block < q_seq // q_ref.shape[0]) & (kv_block < kv_seq // k_ref.shape[0])
-
-    @pl.when(whole)
+    @pl.when(kv_block < kv_seq // k_ref.shape[0])
     def _():
-        accumulate(partial=False)
+        accumulate(parts, partial=False)
 
-    if q_seq % q_ref.shape[0] or kv_seq % k_ref.shape[0]:
+    if kv_seq % k_ref.shape[0]:
 
-        @pl.when(~whole)
+        @pl.when(kv_block == kv_seq // k_ref.shape[0])
         def _():
-            accumulate(partial=True)
+            accumulate(partial_parts, partial=True)
 
     @pl.when(ends)
     def _():

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk128_v128_blocks
-# digest: dd42ca124eb67cc5
+# digest: e1e79f9f7abbb8cb
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -219,6 +219,7 @@ def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
             sums=sums,
             precision=matmul_precision(q.dtype),
             parts=parts_of_block(tile, block_q, block_kv),
+            partial_parts=parts_of_block(tile, block_q, block_kv, whole=False),
         ),
         out_shape=(
             sums.shape,
@@ -303,6 +304,7 @@ def _backward_kernel(
     sums,
     precision,
     parts,
+    partial_parts,
 ):
     """One step of one block of keys: one block of one head's queries into all gradients.
 
@@ -312,6 +314,7 @@ def _backward_kernel(
     kv_block, head, step = pl.program_id(2), pl.program_id(1) * pl.num_programs(3) + pl.program_id(3), pl.program_id(4)
     example = visits.example(pl.program_id(0), head)
     q_block = visits.block(visits_ref, kv_block, step, example)
+    q_start, kv_start = q_block * q_ref.shape[0], kv_block * k_ref.shape[0]
     starts = (pl.program_id(3) == 0) & (step == 0)
     ends = (pl.program_id(3) == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1)
 
@@ -326,7 +329,7 @@ def _backward_kernel(
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
 
-    def accumulate(partial):
+    def accumulate(parts, partial):
         step_sums = sums.fetch(dq_ref, sums_refs, q_block)
         q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
@@ -336,7 +339,6 @@ def _backward_kernel(
             # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
             sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
-            q_start, kv_start = q_block * q_ref.shape[0], kv_block * k_ref.shape[0]
         q_t_ref[...], dout_t_ref[...] = q.T, dout.T
 
         def score(part):
@@ -348,7 +350,7 @@ def _backward_kernel(
         def weigh(part, s, dp):
             row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
             s = s * (scale * LOG2_E)
-            if partial:
+            if not part.whole:
                 keep = _keep_part(part, q_start, kv_start, upper, kv_seq)
                 keep &= has_bit(row_words_of(part), column_bits_of(part))
                 s = jnp.where(keep, s, HIDDEN)
@@ -372,11 +374,11 @@ def _backward_kernel(
 
     @pl.when(whole)
     def _():
-        accumulate(partial=False)
+        accumulate(parts, partial=False)
 
     @pl.when(visits.visited(visits_ref, kv_block, step, example) & ~whole)
     def _():
-        accumulate(partial=True)
+        accumulate(partial_parts, partial=True)
 
     @pl.when(ends)
     def _():

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk192_v128
-# digest: aa23cd34f377c490
+# digest: 776890511c4d7c77
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 192], key [batch, kv_seq, kv_heads, 192], value [batch, kv_seq, kv_heads, 128].
@@ -29,6 +29,7 @@ from eqx_attn._device import (
     band_kv_visits,
     band_q_visits,
     dot,
+    edges_of_band,
     fit_block,
     in_turns,
     interpret_params,
@@ -195,10 +196,12 @@ def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
             visits=visits,
             scale=operands.scale,
             upper=operands.upper,
+            q_seq=q_seq,
             kv_seq=kv_seq,
             sums=sums,
             precision=matmul_precision(q.dtype),
             parts=parts_of_block(tile, block_q, block_kv),
+            edges=edges_of_band(tile, block_q, block_kv, q_seq, kv_seq, upper=operands.upper),
         ),
         out_shape=(
             sums.shape,
@@ -264,10 +267,12 @@ def _backward_kernel(
     visits,
     scale,
     upper,
+    q_seq,
     kv_seq,
     sums,
     precision,
     parts,
+    edges,
 ):
     """One step of one block of keys: one block of one head's queries into all gradients.
 
@@ -276,6 +281,7 @@ def _backward_kernel(
     """
     kv_block, step = pl.program_id(2), pl.program_id(4)
     q_block = visits.block(visits_ref, kv_block, step)
+    q_start, kv_start = q_block * q_ref.shape[0], kv_block * k_ref.shape[0]
     starts = (pl.program_id(3) == 0) & (step == 0)
     ends = (pl.program_id(3) == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1)
 
@@ -290,15 +296,14 @@ def _backward_kernel(
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [qk_dim, block_kv]
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [v_dim, block_kv]
 
-    def accumulate(partial):
+    def accumulate(parts, partial):
         step_sums = sums.fetch(dq_ref, sums_refs, q_block)
         q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
-        if partial:
+        if partial or q_seq % q_ref.shape[0]:
             # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
             sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
-            q_start, kv_start = q_block * q_ref.shape[0], kv_block * k_ref.shape[0]
         q_t_ref[...], dout_t_ref[...] = q.T, dout.T
 
         def score(part):
@@ -310,7 +315,7 @@ def _backward_kernel(
         def weigh(part, s, dp):
             row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
             s = s * (scale * LOG2_E)
-            if partial:
+            if not part.whole:
                 s = jnp.where(_keep_part(part, q_start, kv_start, upper, kv_seq), s, HIDDEN)
             p = jnp.exp2(s - row_lse)
             ds = p * (dp - row_delta)
@@ -328,15 +333,17 @@ def _backward_kernel(
         in_turns(parts, (score, score_of_dout), weigh, (add_dv, add_dk, add_dq))
         step_sums.store()
 
-    whole = visits.whole(visits_ref, kv_block, step) & (kv_block < kv_seq // k_ref.shape[0])
+    visited = visits.visited(visits_ref, kv_block, step)
+    distance = kv_start - q_start
+    whole = visited & (kv_start + k_ref.shape[0] <= kv_seq) & (distance + k_ref.shape[0] - 1 <= upper)
 
     @pl.when(whole)
     def _():
-        accumulate(partial=False)
+        accumulate(parts, partial=False)
 
-    @pl.when(visits.visited(visits_ref, kv_block, step) & ~whole)
-    def _():
-        accumulate(partial=True)
+    for edge in edges:
+        through = visited & ~whole & (edge.low <= distance) & (distance <= edge.high)
+        pl.when(through)(functools.partial(accumulate, edge.parts, partial=True))
 
     @pl.when(ends)
     def _():

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk128_v128_segments
-# digest: a4df381e7628f861
+# digest: 6bfb36c45d18eafd
 """Full attention within segments on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -180,6 +180,7 @@ def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
             sums=sums,
             precision=matmul_precision(q.dtype),
             parts=parts_of_block(tile, block_q, block_kv),
+            partial_parts=parts_of_block(tile, block_q, block_kv, whole=False),
         ),
         out_shape=(
             sums.shape,
@@ -249,6 +250,7 @@ def _backward_kernel(
     sums,
     precision,
     parts,
+    partial_parts,
 ):
     """One step of one block of keys: one block of one head's queries into all gradients.
 
@@ -271,7 +273,7 @@ def _backward_kernel(
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
 
-    def accumulate(partial):
+    def accumulate(parts, partial):
         step_sums = sums.fetch(dq_ref, sums_refs, q_block)
         q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
@@ -291,7 +293,7 @@ def _backward_kernel(
         def weigh(part, s, dp):
             row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
             s = s * (scale * LOG2_E)
-            if partial:
+            if not part.whole:
                 s = jnp.where(_keep_part(part, q_ids, tokens), s, HIDDEN)
             p = jnp.exp2(s - row_lse)
             ds = p * (dp - row_delta)
@@ -311,11 +313,11 @@ def _backward_kernel(
 
     @pl.when(visits.whole(visits_ref, kv_block, step, example))
     def _():
-        accumulate(partial=False)
+        accumulate(parts, partial=False)
 
     @pl.when(visits.partial(visits_ref, kv_block, step, example))
     def _():
-        accumulate(partial=True)
+        accumulate(partial_parts, partial=True)
 
     @pl.when(ends)
     def _():

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk64_v64_bias
-# digest: 27f65a013a329ceb
+# digest: 6b5a3df9a36bc77d
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -32,6 +32,7 @@ from eqx_attn._device import (
     interpret_params,
     matmul_precision,
     pad_rows,
+    parts_before_end,
     parts_of_block,
     query_sums,
     score_blocks,
@@ -189,6 +190,7 @@ def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
             sums=sums,
             precision=matmul_precision(q.dtype),
             parts=parts_of_block(tile, block_q, block_kv),
+            partial_parts=parts_before_end(tile, block_q, block_kv, kv_seq),
         ),
         out_shape=(
             sums.shape,
@@ -257,6 +259,7 @@ def _backward_kernel(
     sums,
     precision,
     parts,
+    partial_parts,
 ):
     """One step of one block of keys: one block of one head's queries into all gradients.
 
@@ -278,12 +281,12 @@ def _backward_kernel(
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
 
-    def accumulate(partial):
+    def accumulate(parts, partial):
         step_sums = sums.fetch(dq_ref, sums_refs, q_block)
         q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
         bias_of = bias.by_part(bias_ref)
-        if partial:
+        if partial or q_seq % q_ref.shape[0]:
             # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
             sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
@@ -298,10 +301,10 @@ def _backward_kernel(
         def weigh(part, s, dp):
             row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
             s = s * scale + bias_of(part)
-            if partial:
-                keep = _keep_part(part, kv_block, k_ref.shape[0], kv_seq)
-                keep &= row_lse < BLIND
-                s = jnp.where(keep, s, HIDDEN)
+            if q_seq % q_ref.shape[0]:
+                s = jnp.where(row_lse < BLIND, s, HIDDEN)
+            if not part.whole:
+                s = jnp.where(_keep_part(part, kv_block, k_ref.shape[0], kv_seq), s, HIDDEN)
             p = jnp.exp2((s - row_lse) * LOG2_E)
             ds = p * (dp - row_delta)
             return p.astype(dout.dtype), ds.astype(q.dtype)
@@ -318,17 +321,15 @@ def _backward_kernel(
         in_turns(parts, (score, score_of_dout), weigh, (add_dv, add_dk, add_dq))
         step_sums.store()
 
-    whole = (q_block < q_seq // q_ref.shape[0]) & (kv_block < kv_seq // k_ref.shape[0])
-
-    @pl.when(whole)
+    @pl.when(kv_block < kv_seq // k_ref.shape[0])
     def _():
-        accumulate(partial=False)
+        accumulate(parts, partial=False)
 
-    if q_seq % q_ref.shape[0] or kv_seq % k_ref.shape[0]:
+    if kv_seq % k_ref.shape[0]:
 
-        @pl.when(~whole)
+        @pl.when(kv_block == kv_seq // k_ref.shape[0])
         def _():
-            accumulate(partial=True)
+            accumulate(partial_parts, partial=True)
 
     @pl.when(ends)
     def _():
