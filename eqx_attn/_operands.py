@@ -99,7 +99,7 @@ class Tile:
     block_kv: int
     num_warps: int = 4
     num_stages: int = 2
-    inner_q: int = 512
+    inner_q: int = 256
     inner_kv: int = 256
     lead: int = 1
     lag: int = 2

@@ -44,6 +44,16 @@ def column(row: Array) -> Array:
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
+def across_lanes(row: Array) -> Array:
+    """In a kernel: `row [1, n]` of 32-bit values as `[n, 128]`, from lanes to sublanes, in all lanes the same."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def widen(x: Array, width: int) -> Array:
+    """In a kernel: the result of `across_lanes`, or some rows of it, as `[n, width]`."""
+    return x if width == LANES else jnp.tile(x, (1, width // LANES))
+
+
 def zero_tail(x: Array, block: Array, seq: int) -> Array:
     """In a kernel: block number `block` of an array of `seq` rows, with 0 beyond the array's end.
 

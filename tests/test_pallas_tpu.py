@@ -17,9 +17,11 @@ from oracle import jit
 
 from codegen.render import render
 from codegen.spec import KernelSpec
-from eqx_attn import _visits
-from eqx_attn._context import interpret
+from eqx_attn import _vector_memory, _visits
+from eqx_attn._context import interpret, target
 from eqx_attn._operands import Operands, SegmentOperands, Tile, Tiles
+from eqx_attn._query_sums import FetchedSums, query_sums, ResidentSums
+from eqx_attn._vector_memory import vmem_limit_bytes
 
 TILES = Tiles(Tile(128, 128), Tile(128, 128), Tile(128, 128))
 
@@ -291,6 +293,33 @@ def test_joined_blocks(monkeypatch):
     segments = segments_of(q_ids, q_ids, True)
     check("bhsd_causal_qk64_v64", make(13, 300, 300, 64, 64, heads=(1, 1), upper=-20))
     check("bhsd_causal_qk64_v64_segments", make(13, 300, 300, 64, 64, heads=(1, 1), upper=0, segments=segments))
+
+
+@pytest.mark.parametrize(
+    "name, q_seq, heads", [("bshd_window_qk128_v128", 300, (2, 1)), ("bhsd_full_qk64_v64", 100, (1, 1))]
+)
+def test_sums_that_do_not_fit_vector_memory(monkeypatch, name, q_seq, heads):
+    """With several heads and blocks of queries, some of them visited by no block of keys; and with one for all steps."""
+    monkeypatch.setattr(_vector_memory, "_MIB", {"v6e": 0})
+    dim = KernelSpec.from_name(f"pallas_tpu/{name}").qk_dim
+    bounds = dict(lower=-100, upper=-20) if "window" in name else {}
+    check(name, make(16, q_seq, 200, dim, dim, heads=heads, batch=2, **bounds))
+
+
+@pytest.mark.parametrize("q_seq, resident", [(48 * 1024, True), (49 * 1024, False)])
+def test_sums_are_resident_where_they_fit_half(q_seq, resident):
+    """On a v6e: 96 MiB to use, and 512 bytes for a query of each of 2 heads."""
+    with target("v6e"):
+        limit = vmem_limit_bytes()
+    sizes = dict(batch=1, kv_heads=1, group=2, q_seq=q_seq, block_q=1024, dim=128, dtype="bfloat16", scale=1.0)
+    sums = query_sums(limit=limit, columns=False, **sizes)
+    assert isinstance(sums, ResidentSums if resident else FetchedSums)
+
+
+def test_vector_memory_of_an_unknown_device_is_the_smallest():
+    with target("v4"):
+        smallest = vmem_limit_bytes()
+    assert vmem_limit_bytes() == smallest == 12 * 2**20
 
 
 def test_x64():
