@@ -6,12 +6,12 @@ from ._map_words import words_of_map as words_of_map
 from ._pallas import (
     across_lanes as across_lanes,
     column as column,
-    cut as cut,
     dot as dot,
     drawn as drawn,
     fit_block as fit_block,
     fit_chunk as fit_chunk,
     interpret_params as interpret_params,
+    LANES as LANES,
     matmul_precision as matmul_precision,
     OVERFLOW as OVERFLOW,
     pad_rows as pad_rows,
@@ -24,9 +24,11 @@ from ._pallas import (
 )
 from ._parts import (
     edges_of_band as edges_of_band,
+    ends_of_rows as ends_of_rows,
     in_turns as in_turns,
     parts_before_end as parts_before_end,
     parts_of_block as parts_of_block,
+    rows_without as rows_without,
 )
 from ._precision import dot_precision as dot_precision
 from ._query_sums import query_sums as query_sums
