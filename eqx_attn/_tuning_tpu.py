@@ -46,5 +46,6 @@ def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> T
     if spec.mask is MaskKind.FULL and not exact:
         forward = Tile(2048, 2048, inner_q=inner_q, inner_kv=inner_kv)
     else:
-        forward = Tile(1024, 2048 if spec.mask is MaskKind.CAUSAL and not exact else 1024, inner_q=512)
+        size = 2048 if spec.mask is MaskKind.CAUSAL and not exact else 1024
+        forward = Tile(size, size, inner_q=512)
     return Tiles(forward, Tile(1024, 1024), Tile(1024, 1024))

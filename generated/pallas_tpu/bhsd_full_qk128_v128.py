@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_full_qk128_v128
-# digest: f5e7730f5b13bf0b
+# digest: 0424a4bb8d30ae6b
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 128], key [batch, kv_heads, kv_seq, 128], value [batch, kv_heads, kv_seq, 128].
@@ -190,15 +190,14 @@ def _forward_kernel(
         slot_ref[0] = jnp.where(fits, new, old)
         exact_ref[0] = jnp.where(fits, 0, 1)
 
-    @pl.when(kv_block < kv_seq // block_kv)
-    def _():
-        attend_parts(parts_of_block(tile, block_q, block_kv))
+    def attend_first(keys):
+        attend_parts(parts_of_block(tile, block_q, keys))
 
     if kv_seq % block_kv:
-
-        @pl.when(kv_block == kv_seq // block_kv)
-        def _():
-            attend_parts(parts_of_block(tile, block_q, kv_seq % block_kv))
+        pl.when(kv_block < kv_seq // block_kv)(functools.partial(attend_first, block_kv))
+        pl.when(kv_block == kv_seq // block_kv)(functools.partial(attend_first, kv_seq % block_kv))
+    else:
+        attend_first(block_kv)
 
     pl.when(exact_ref[0] == 1)(attend)
 

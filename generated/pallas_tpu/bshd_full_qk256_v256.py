@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk256_v256
-# digest: 310ee303c0c37ee9
+# digest: 2820afaacc73b636
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 256], key [batch, kv_seq, kv_heads, 256], value [batch, kv_seq, kv_heads, 256].
@@ -191,15 +191,14 @@ def _forward_kernel(
         slot_ref[0] = jnp.where(fits, new, old)
         exact_ref[0] = jnp.where(fits, 0, 1)
 
-    @pl.when(kv_block < kv_seq // block_kv)
-    def _():
-        attend_parts(parts_of_block(tile, block_q, block_kv))
+    def attend_first(keys):
+        attend_parts(parts_of_block(tile, block_q, keys))
 
     if kv_seq % block_kv:
-
-        @pl.when(kv_block == kv_seq // block_kv)
-        def _():
-            attend_parts(parts_of_block(tile, block_q, kv_seq % block_kv))
+        pl.when(kv_block < kv_seq // block_kv)(functools.partial(attend_first, block_kv))
+        pl.when(kv_block == kv_seq // block_kv)(functools.partial(attend_first, kv_seq % block_kv))
+    else:
+        attend_first(block_kv)
 
     pl.when(exact_ref[0] == 1)(attend)
 

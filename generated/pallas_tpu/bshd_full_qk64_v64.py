@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk64_v64
-# digest: 5ba7d064eaee2fe5
+# digest: 9396c1fc700b06e7
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -192,15 +192,14 @@ def _forward_kernel(
         slot_ref[0] = jnp.where(fits, new, old)
         exact_ref[0] = jnp.where(fits, 0, 1)
 
-    @pl.when(kv_block < kv_seq // block_kv)
-    def _():
-        attend_parts(parts_of_block(tile, block_q, block_kv))
+    def attend_first(keys):
+        attend_parts(parts_of_block(tile, block_q, keys))
 
     if kv_seq % block_kv:
-
-        @pl.when(kv_block == kv_seq // block_kv)
-        def _():
-            attend_parts(parts_of_block(tile, block_q, kv_seq % block_kv))
+        pl.when(kv_block < kv_seq // block_kv)(functools.partial(attend_first, block_kv))
+        pl.when(kv_block == kv_seq // block_kv)(functools.partial(attend_first, kv_seq % block_kv))
+    else:
+        attend_first(block_kv)
 
     pl.when(exact_ref[0] == 1)(attend)
 

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/kv_full_qk64_v64
-# digest: 9385889f268e7ebb
+# digest: a47bfff080c2318a
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64]; key and value are one array [batch, kv_seq, 2 * kv_heads, 64], the key's heads first.
@@ -193,15 +193,14 @@ def _forward_kernel(
         slot_ref[0] = jnp.where(fits, new, old)
         exact_ref[0] = jnp.where(fits, 0, 1)
 
-    @pl.when(kv_block < kv_seq // block_kv)
-    def _():
-        attend_parts(parts_of_block(tile, block_q, block_kv))
+    def attend_first(keys):
+        attend_parts(parts_of_block(tile, block_q, keys))
 
     if kv_seq % block_kv:
-
-        @pl.when(kv_block == kv_seq // block_kv)
-        def _():
-            attend_parts(parts_of_block(tile, block_q, kv_seq % block_kv))
+        pl.when(kv_block < kv_seq // block_kv)(functools.partial(attend_first, block_kv))
+        pl.when(kv_block == kv_seq // block_kv)(functools.partial(attend_first, kv_seq % block_kv))
+    else:
+        attend_first(block_kv)
 
     pl.when(exact_ref[0] == 1)(attend)
 

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/qkv_full_qk64_v64
-# digest: 76f567e020022330
+# digest: dc7444e5d58e5f3b
 """Full attention on a TPU, forward and backward.
 
 One array [batch, seq, q_heads + 2 * kv_heads, 64] holds the heads of the query, then of the key, then of the value.
@@ -194,15 +194,14 @@ def _forward_kernel(
         slot_ref[0] = jnp.where(fits, new, old)
         exact_ref[0] = jnp.where(fits, 0, 1)
 
-    @pl.when(kv_block < kv_seq // block_kv)
-    def _():
-        attend_parts(parts_of_block(tile, block_q, block_kv))
+    def attend_first(keys):
+        attend_parts(parts_of_block(tile, block_q, keys))
 
     if kv_seq % block_kv:
-
-        @pl.when(kv_block == kv_seq // block_kv)
-        def _():
-            attend_parts(parts_of_block(tile, block_q, kv_seq % block_kv))
+        pl.when(kv_block < kv_seq // block_kv)(functools.partial(attend_first, block_kv))
+        pl.when(kv_block == kv_seq // block_kv)(functools.partial(attend_first, kv_seq % block_kv))
+    else:
+        attend_first(block_kv)
 
     pl.when(exact_ref[0] == 1)(attend)
 
