@@ -2,6 +2,7 @@
 
 from ._codegen import KernelSpec, MaskKind
 from ._operands import Tile, Tiles
+from ._vector_memory import tpu_generation
 
 LANES = 128
 """A TPU's vector registers hold 8 rows (sublanes) of 128 lanes; block sizes are multiples of 128."""
@@ -30,9 +31,20 @@ def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> T
 
     From static schedules (benchmarks/NOTES.md): larger tiles keep the matrix unit busier, up to 2048 rows, but a mask
     wastes more of a larger tile, and compilation takes longer: much longer for float32, whose products are made of six.
-    No generation and no head dim asks for a choice of its own; kernels shrink a tile to the sequence.
+    Kernels shrink a tile to the sequence.
     """
     if dtype == "float32":
         return Tiles(Tile(512, 512), Tile(512, 512), Tile(512, 512))
     whole = spec.mask is MaskKind.FULL and not spec.segments
-    return Tiles(Tile(2048, 512) if whole else Tile(1024, 1024), Tile(1024, 1024), Tile(1024, 1024))
+    return Tiles(Tile(2048, 512) if whole else Tile(1024, 1024), Tile(1024, 1024), _backward_tile(spec))
+
+
+def _backward_tile(spec: KernelSpec) -> Tile:
+    """Of a kernel of bfloat16 arrays."""
+    generation, dim = tpu_generation(), max(spec.qk_dim, spec.v_dim)
+    if generation == "v4":
+        return Tile(512, 512)  # in a quarter of the others' vector memory
+    inner_q = 512 if generation == "7x" and dim <= 128 else 256
+    plain = not (spec.segments or spec.blocks or spec.bias or spec.dense or spec.dropout)
+    wide = spec.mask is MaskKind.FULL and plain and not (dim > 128 and generation in ("v5e", "v5p"))
+    return Tile(1024, 2048 if wide else 1024, inner_q=inner_q)
