@@ -2,6 +2,7 @@
 
 from ._codegen import KernelSpec, MaskKind
 from ._operands import Tile, Tiles
+from ._vector_memory import tpu_generation
 
 LANES = 128
 """A TPU's vector registers hold 8 rows (sublanes) of 128 lanes; block sizes are multiples of 128."""
@@ -36,16 +37,31 @@ def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> T
 
     From static schedules (benchmarks/NOTES.md): larger blocks keep the matrix unit busier, up to 2048 rows, but a mask
     wastes more of a larger block, and compilation takes longer: much longer for float32, whose products are made of six.
-    No generation asks for a choice of its own; kernels shrink a block to the sequence.
+    Kernels shrink a block to the sequence.
     """
     if dtype == "float32":
         small = Tile(512, 512)
         return Tiles(small, small, small)
-    exact = spec.segments or spec.blocks or spec.bias or spec.dense or spec.maxlogit
-    inner_q, inner_kv = (512, 256) if max(spec.qk_dim, spec.v_dim) <= 64 else (256, 512)
-    if spec.mask is MaskKind.FULL and not exact:
-        forward = Tile(2048, 2048, inner_q=inner_q, inner_kv=inner_kv)
-    else:
-        size = 2048 if spec.mask is MaskKind.CAUSAL and not exact else 1024
-        forward = Tile(size, size, inner_q=512)
-    return Tiles(forward, Tile(1024, 1024), Tile(1024, 1024))
+    return Tiles(_forward_tile(spec), Tile(1024, 1024), _backward_tile(spec))
+
+
+def _forward_tile(spec: KernelSpec) -> Tile:
+    """Of a kernel of bfloat16 arrays."""
+    if tpu_generation() == "v4":
+        return Tile(512, 512, inner_q=512)  # in a quarter of the others' vector memory
+    if spec.segments or spec.blocks or spec.bias or spec.dense or spec.maxlogit or spec.mask is MaskKind.WINDOW:
+        return Tile(1024, 1024, inner_q=512)
+    tall = spec.mask is MaskKind.CAUSAL or max(spec.qk_dim, spec.v_dim) <= 64
+    inner_q, inner_kv = (512, 256) if tall else (256, 512)
+    return Tile(2048, 2048, inner_q=inner_q, inner_kv=inner_kv)
+
+
+def _backward_tile(spec: KernelSpec) -> Tile:
+    """Of a kernel of bfloat16 arrays."""
+    generation, dim = tpu_generation(), max(spec.qk_dim, spec.v_dim)
+    if generation == "v4":
+        return Tile(512, 512)  # in a quarter of the others' vector memory
+    inner_q = 512 if generation == "7x" and dim <= 128 else 256
+    plain = not (spec.segments or spec.blocks or spec.bias or spec.dense or spec.dropout)
+    wide = spec.mask is MaskKind.FULL and plain and not (dim > 128 and generation in ("v5e", "v5p"))
+    return Tile(1024, 2048 if wide else 1024, inner_q=inner_q)
