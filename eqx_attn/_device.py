@@ -18,7 +18,6 @@ from ._pallas import (
     pad_segments as pad_segments,
     SAMPLE as SAMPLE,
     tanh as tanh,
-    VMEM_LIMIT_BYTES as VMEM_LIMIT_BYTES,
     widen as widen,
     zero_tail as zero_tail,
 )

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_causal_qk64_v64
-# digest: 7cc2134514c5ff97
+# digest: fb789ca244c6a19c
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 64], key [batch, kv_heads, kv_seq, 64], value [batch, kv_heads, kv_seq, 64].
@@ -40,7 +40,6 @@ from eqx_attn._device import (
     query_sums,
     rows_without,
     SAMPLE,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -99,7 +98,7 @@ def forward(q, k, v, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_window_qk256_v256
-# digest: 026f9746bdac915f
+# digest: 843874370df08b9d
 """Sliding-window attention on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 256], key [batch, kv_heads, kv_seq, 256], value [batch, kv_heads, kv_seq, 256].
@@ -41,7 +41,6 @@ from eqx_attn._device import (
     query_sums,
     rows_without,
     SAMPLE,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -101,7 +100,7 @@ def forward(q, k, v, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",

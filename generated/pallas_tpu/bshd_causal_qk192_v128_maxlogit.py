@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk192_v128_maxlogit
-# digest: e8f71a4f2ce24422
+# digest: afd7ebf79cea85d3
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 192], key [batch, kv_seq, kv_heads, 192], value [batch, kv_seq, kv_heads, 128].
@@ -37,7 +37,6 @@ from eqx_attn._device import (
     pad_rows,
     parts_of_block,
     query_sums,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -91,7 +90,7 @@ def forward(q, k, v, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/kv_full_qk64_v64
-# digest: a47bfff080c2318a
+# digest: 32656199ff98ae29
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64]; key and value are one array [batch, kv_seq, 2 * kv_heads, 64], the key's heads first.
@@ -36,7 +36,6 @@ from eqx_attn._device import (
     parts_of_block,
     query_sums,
     SAMPLE,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -90,7 +89,7 @@ def forward(q, kv, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/qkv_causal_qk128_v128
-# digest: ebb718aaae9c58ae
+# digest: b4c0022d6cdd2511
 """Causal attention on a TPU, forward and backward.
 
 One array [batch, seq, q_heads + 2 * kv_heads, 128] holds the heads of the query, then of the key, then of the value.
@@ -41,7 +41,6 @@ from eqx_attn._device import (
     query_sums,
     rows_without,
     SAMPLE,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -101,7 +100,7 @@ def forward(qkv, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",

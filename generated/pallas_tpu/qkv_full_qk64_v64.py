@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/qkv_full_qk64_v64
-# digest: dc7444e5d58e5f3b
+# digest: 26a4a349c7d7fcae
 """Full attention on a TPU, forward and backward.
 
 One array [batch, seq, q_heads + 2 * kv_heads, 64] holds the heads of the query, then of the key, then of the value.
@@ -36,7 +36,6 @@ from eqx_attn._device import (
     parts_of_block,
     query_sums,
     SAMPLE,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -91,7 +90,7 @@ def forward(qkv, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
