@@ -316,10 +316,12 @@ def test_sums_are_resident_where_they_fit_half(q_seq, resident):
     assert isinstance(sums, ResidentSums if resident else FetchedSums)
 
 
-def test_vector_memory_of_an_unknown_device_is_the_smallest():
-    with target("v4"):
-        smallest = vmem_limit_bytes()
-    assert vmem_limit_bytes() == smallest == 12 * 2**20
+def test_vector_memory_of_an_unknown_device_is_that_of_the_smallest_since_v5():
+    limits = []
+    for name in ("v5e", "v5p", "v6e", "7x"):
+        with target(name):
+            limits.append(vmem_limit_bytes())
+    assert vmem_limit_bytes() == min(limits) == 48 * 2**20
 
 
 def test_x64():
