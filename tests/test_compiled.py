@@ -11,7 +11,6 @@ from codegen.records import COMPILED
 from codegen.spec import KernelSpec
 from codegen.verify import compile_spec, Platform, PLATFORMS, unrecorded_devices
 
-
 MOST = 2
 
 
