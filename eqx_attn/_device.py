@@ -9,20 +9,25 @@ from ._pallas import (
     dot as dot,
     drawn as drawn,
     fit_block as fit_block,
+    fit_chunk as fit_chunk,
     interpret_params as interpret_params,
+    LANES as LANES,
     matmul_precision as matmul_precision,
+    OVERFLOW as OVERFLOW,
     pad_rows as pad_rows,
     pad_segments as pad_segments,
+    SAMPLE as SAMPLE,
     tanh as tanh,
-    VMEM_LIMIT_BYTES as VMEM_LIMIT_BYTES,
     widen as widen,
     zero_tail as zero_tail,
 )
 from ._parts import (
     edges_of_band as edges_of_band,
+    ends_of_rows as ends_of_rows,
     in_turns as in_turns,
     parts_before_end as parts_before_end,
     parts_of_block as parts_of_block,
+    rows_without as rows_without,
 )
 from ._precision import dot_precision as dot_precision
 from ._query_sums import query_sums as query_sums

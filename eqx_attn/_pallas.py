@@ -9,10 +9,13 @@ from jaxtyping import Array
 from . import _dropout
 from ._context import interpreting
 from ._operands import SegmentOperands
-from ._tuning_tpu import fit_block as fit_block, LANES
+from ._tuning_tpu import fit_block as fit_block, fit_chunk as fit_chunk, LANES as LANES
 
-VMEM_LIMIT_BYTES = 48 * 2**20
-"""What a kernel may use of a core's vector memory: 64 MiB on a v5p and a TPU7x, 128 MiB on a v5e and a v6e."""
+SAMPLE = 256
+"""Of how many keys the maximum is taken that a query starts with in the forward."""
+
+OVERFLOW = 2.0**100
+"""Where the sum of a query's weights reaches this, their maximum is taken anew: float32 ends at 2.0**128."""
 
 
 def interpret_params() -> pltpu.InterpretParams | bool:

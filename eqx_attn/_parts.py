@@ -46,6 +46,19 @@ def parts_before_end(tile: Tile, block_q: int, block_kv: int, kv_seq: int) -> tu
     return _seen_by_some(tile, block_q, block_kv, {(0, (kv_seq - 1) % block_kv + 1)}, None, None)
 
 
+def ends_of_rows(parts: Sequence[Part]) -> tuple[set[int], set[int]]:
+    """Of parts that are sorted by their queries: the numbers of each queries' first part, and of the last."""
+    last = {part.rows.start: number for number, part in enumerate(parts)}
+    first = {part.rows.start: number for number, part in reversed(list(enumerate(parts)))}
+    return set(first.values()), set(last.values())
+
+
+def rows_without(parts: Sequence[Part], block_q: int) -> list[slice]:
+    """The queries of a block that are in none of these parts, which are sorted by their queries."""
+    edges = [0, *(edge for part in parts for edge in (part.rows.start, part.rows.stop)), block_q]
+    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
 LARGEST_CUT = 256
 """The rows and columns of a part of a block on an edge, at most: of larger ones more would be hidden."""
 

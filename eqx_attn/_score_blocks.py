@@ -60,9 +60,9 @@ class ScoreBlocks:
 
         return pl.BlockSpec((None, None, *self.block_shape), index)
 
-    def tile(self, ref) -> Array:
-        """In a kernel: the block as `[block_kv or 1, block_q or 1]`, in 32 bits; booleans stay booleans."""
-        x = self._wide(ref[...])
+    def tile(self, ref, queries: slice | Any = slice(None), keys: slice | Any = slice(None)) -> Array:
+        """In a kernel: the block, or part of it, as `[keys or 1, queries or 1]`, in 32 bits; booleans stay booleans."""
+        x = self._wide(ref[self._part(queries, keys)])
         _, _, rows, columns = self.shape
         if columns > 1:
             x = x.T if rows > 1 else column(x)
@@ -88,6 +88,12 @@ class ScoreBlocks:
     @property
     def _is_mask(self) -> bool:
         return self.array.dtype == jnp.int8
+
+    def _part(self, queries, keys):
+        _, _, rows, columns = self.shape
+        if rows > 1 and columns > 1:
+            return queries, keys
+        return slice(None), keys if columns > 1 else queries if rows > 1 else slice(None)
 
     def summed(self, scores: Array) -> Array:
         """In a kernel: `[block_kv, block_q]`, summed to the shape of `tile`."""

@@ -20,6 +20,5 @@ def tpu_generation() -> str | None:
 
 
 def vmem_limit_bytes() -> int:
-    """Three quarters of the vector memory of the TPU that is lowered for; of the smallest where none is known."""
-    name = tpu_generation()
-    return (_MIB[name] if name else min(_MIB.values())) * 2**20 * 3 // 4
+    """Three quarters of the vector memory of the TPU that is lowered for; where none is known, of the smallest since v5."""
+    return _MIB[tpu_generation() or "v5p"] * 2**20 * 3 // 4

@@ -145,11 +145,13 @@ def check(name: str, case: Case, tiles: Tiles = TILES, dtype="float32") -> dict[
 def tolerance(case: Case, key: str, dtype: str) -> float:
     """Relative to the largest element: sums of up to `length` float32 terms, and two roundings to a smaller dtype.
 
-    One rounding is that of the weights (or of their gradient) before a product, the other that of the result.
+    One rounding is that of the weights (or of their gradient) before a product, the other that of the result. The
+    exponential makes the rounding of a score, which is relative, an absolute error: large scores count instead.
     """
+    score = case.operands.scale * np.abs(np.einsum("bhqd,bkd->bhqk", case.q, case.k[:, 0])).max()
     length = max(case.q.shape[1] // case.k.shape[1] * case.q.shape[2], case.k.shape[2])
     halves = 2 if dtype == "bfloat16" and key != "lse" else 0
-    return halves * 2.0**-8 + max(8.0, math.sqrt(length)) * 2.0**-23
+    return halves * 2.0**-8 + max(8.0, math.sqrt(length), score) * 2.0**-23
 
 
 def ids(generator, batch, seq, count):
@@ -219,6 +221,17 @@ def test_float32_results_of_bfloat16_arrays():
 def test_unequal_tiles():
     tiles = Tiles(Tile(256, 128), Tile(128, 384), Tile(384, 128))
     check("bhsd_window_qk64_v64", make(8, 300, 400, 64, 64, heads=(1, 1), lower=-100, upper=2**30), tiles)
+
+
+@pytest.mark.parametrize(
+    "name, growth", [("bhsd_full_qk64_v64", 60), ("bhsd_full_qk64_v64", 1 / 60), ("bhsd_causal_qk64_v64", 60)]
+)
+def test_scores_that_outgrow_the_first_ones(name, growth):
+    """Weights against the maximum of the first keys overflow, also in the last block, which is cut to its length."""
+    case = make(15, 200, 1100, 64, 64, **dict(upper=900) if "causal" in name else {})
+    case = dataclasses.replace(case, k=case.k * np.linspace(1, growth, 1100)[:, None])
+    forward = Tile(256, 512, inner_q=128, inner_kv=128, lead=2, lag=1)
+    check(name, case, dataclasses.replace(TILES, forward=forward))
 
 
 def test_cross_attention_with_other_segments():

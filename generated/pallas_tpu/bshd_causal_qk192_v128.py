@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk192_v128
-# digest: 776890511c4d7c77
+# digest: 057b03ae559712e3
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 192], key [batch, kv_seq, kv_heads, 192], value [batch, kv_seq, kv_heads, 128].
@@ -30,14 +30,18 @@ from eqx_attn._device import (
     band_q_visits,
     dot,
     edges_of_band,
+    ends_of_rows,
     fit_block,
+    fit_chunk,
     in_turns,
     interpret_params,
     matmul_precision,
+    OVERFLOW,
     pad_rows,
     parts_of_block,
     query_sums,
-    VMEM_LIMIT_BYTES,
+    rows_without,
+    SAMPLE,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -63,13 +67,17 @@ def forward(q, k, v, operands, tiles):
     q_blocks = pl.cdiv(q_seq, block_q)
     visits = band_kv_visits(q_seq, kv_seq, block_q, block_kv, upper=operands.upper)
     queries, keys, rows = _query_blocks(block_q, block_kv, q_heads // kv_heads, visits)
+    edges = edges_of_band(tiles.forward, block_q, block_kv, q_seq, kv_seq, upper=operands.upper)
     out, lse = pl.pallas_call(
         functools.partial(
             _forward_kernel,
             visits=visits,
             scale=operands.scale,
             upper=operands.upper,
+            q_seq=q_seq,
             kv_seq=kv_seq,
+            tile=tiles.forward,
+            edges=edges,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -82,14 +90,18 @@ def forward(q, k, v, operands, tiles):
             in_specs=[queries(QK_DIM), keys(QK_DIM), keys(V_DIM)],
             out_specs=(queries(V_DIM), rows),
             scratch_shapes=[
-                pltpu.VMEM((V_DIM, block_q), jnp.float32),
+                pltpu.VMEM((2, V_DIM, block_q), jnp.float32),
                 pltpu.VMEM((1, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((2, 1, block_q), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((QK_DIM, block_q), q.dtype),
+                pltpu.VMEM((V_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -112,11 +124,18 @@ def _forward_kernel(
     acc_ref,
     max_ref,
     sum_ref,
+    slot_ref,
+    exact_ref,
+    queries_ref,
+    values_ref,
     *,
     visits,
     scale,
     upper,
+    q_seq,
     kv_seq,
+    tile,
+    edges,
     precision,
 ):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
@@ -125,36 +144,109 @@ def _forward_kernel(
 
     @pl.when(step == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [v_dim, block_q]
         max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        slot_ref[0] = 0
+        acc_ref[0] = jnp.zeros(acc_ref.shape[1:], jnp.float32)  # [v_dim, block_q]
+        sum_ref[0] = jnp.zeros(sum_ref.shape[1:], jnp.float32)  # [1, block_q]
+        queries_ref[...] = zero_tail(q_ref[...], q_block, q_seq).T
 
-    def attend(partial):
-        v = v_ref[...]
-        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        if partial:
-            s = jnp.where(_keep(q_block, kv_block, s.shape, upper, kv_seq), s, HIDDEN)
-            v = zero_tail(v, kv_block, kv_seq)
-        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-        correction = jnp.exp2(max_ref[...] - row_max)
-        p = jnp.exp2(s - row_max)
-        max_ref[...] = row_max
-        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+    block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+    q_start, kv_start = q_block * block_q, kv_block * block_kv
+    chunk = fit_chunk(block_q, block_kv)
+    chunks = block_kv // chunk
 
-    @pl.when(visits.whole(visits_ref, q_block, step))
+    def attend():
+        """Chunks of keys one after the other, each with the maximum of all keys so far."""
+        slot = slot_ref[0]
+
+        def attend_chunk(number, _):
+            keys = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
+            v = v_ref[keys]
+            s = dot(k_ref[keys], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)  # [chunk, block_q]
+            s = jnp.where(_keep(q_start, kv_start + number * chunk, s.shape, upper, kv_seq), s, HIDDEN)
+            v = zero_tail(v, kv_start // chunk + number, kv_seq)
+            row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+            shift = jnp.where(row_max > HIDDEN, row_max, 0.0)  # where nothing is seen, nothing is added
+            correction = jnp.exp2(max_ref[...] - shift)
+            p = jnp.exp2(s - shift)
+            max_ref[...] = row_max
+            sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
+            acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+            return 0
+
+        keys = kv_seq - kv_start  # up to the end of the sequence
+        keys = jnp.minimum(keys, q_start + block_q + upper - kv_start)  # up to the last query's last
+        end = jnp.minimum(pl.cdiv(keys, chunk), chunks)
+        lax.fori_loop(0, end, attend_chunk, 0)
+
+    def attend_parts(parts, partial):
+        """Parts of the scores, the products of one beside the weights of another, against a maximum from before this block."""
+        old, new = slot_ref[0], 1 - slot_ref[0]
+        values_ref[...] = (zero_tail(v_ref[...], kv_block, kv_seq) if partial else v_ref[...]).T
+        parts = sorted(parts, key=lambda part: part.rows.start)
+        first, last = ends_of_rows(parts)
+        for rows in rows_without(parts, block_q):
+            acc_ref[new, :, rows], sum_ref[new, :, rows] = acc_ref[old, :, rows], sum_ref[old, :, rows]
+        products, weights = {}, {}
+        for turn in range(-tile.lead, len(parts) + tile.lag):
+            if turn >= tile.lag:
+                number = turn - tile.lag
+                rows, columns, _ = parts[number]
+                acc = acc_ref[old, :, rows] if number in first else acc
+                acc = acc + dot(values_ref[:, columns], weights.pop(number), (1, 0), precision)  # [v_dim, rows]
+                if number in last:
+                    acc_ref[new, :, rows] = acc
+            if turn + tile.lead < len(parts):
+                rows, columns, _ = parts[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[columns], queries_ref[:, rows], (1, 0), precision)
+            if 0 <= turn < len(parts):
+                rows, columns, whole = parts[turn]
+                s = products.pop(turn) * (scale * LOG2_E)  # [columns, rows]
+                if not whole:
+                    keep = _keep(q_start + rows.start, kv_start + columns.start, s.shape, upper, kv_seq)
+                    s = jnp.where(keep, s, HIDDEN)
+                p = jnp.exp2(s - max_ref[:, rows])
+                total = sum_ref[old, :, rows] if turn in first else total
+                total = total + jnp.sum(p, axis=0, keepdims=True)
+                if turn in last:
+                    sum_ref[new, :, rows] = total
+                weights[turn] = p.astype(v_ref.dtype)
+        fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
+
+        slot_ref[0] = jnp.where(fits, new, old)
+        exact_ref[0] = jnp.where(fits, 0, 1)
+
+    visited = visits.visited(visits_ref, q_block, step)
+    distance = kv_start - q_start
+    whole = visited & (kv_start + block_kv <= kv_seq) & (distance + block_kv - 1 <= upper)
+
+    @pl.when(visited & (jnp.min(max_ref[...]) == HIDDEN))
     def _():
-        attend(partial=False)
+        # Queries that have seen nothing yet start with the maximum of the first keys.
+        s = dot(k_ref[: min(SAMPLE, block_kv)], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
+        s = jnp.where(_keep(q_start, kv_start, s.shape, upper, kv_seq), s, HIDDEN)
+        highest = jnp.max(s, axis=0, keepdims=True)
+        max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
 
-    @pl.when(visits.partial(visits_ref, q_block, step))
+    seen = jnp.min(max_ref[...]) > HIDDEN  # by every query
+    exact_ref[0] = jnp.where(visited & ~whole & ~seen, 1, 0)
+
+    @pl.when(whole)
     def _():
-        attend(partial=True)
+        attend_parts(parts_of_block(tile, block_q, block_kv), partial=False)
+
+    for edge in edges:
+        through = visited & ~whole & seen & (edge.low <= distance) & (distance <= edge.high)
+        pl.when(through)(functools.partial(attend_parts, edge.parts, partial=True))
+
+    pl.when(exact_ref[0] == 1)(attend)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _():
+        acc, total = acc_ref[slot_ref[0]], sum_ref[slot_ref[0]]
         sees = max_ref[...] > HIDDEN
-        out_ref[...] = jnp.where(sees, acc_ref[...] / sum_ref[...], 0.0).T.astype(out_ref.dtype)
-        lse_ref[...] = jnp.where(sees, (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E, -jnp.inf)
+        out_ref[...] = jnp.where(sees, acc / total, 0.0).T.astype(out_ref.dtype)
+        lse_ref[...] = jnp.where(sees, (max_ref[...] + jnp.log2(total)) / LOG2_E, -jnp.inf)
 
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
@@ -364,13 +456,12 @@ def _keep_part(part, q_start, kv_start, upper, kv_seq):
     return keep & (columns < kv_seq)
 
 
-def _keep(q_block, kv_block, shape, upper, kv_seq):
-    """Which scores of a block survive, [block_kv, block_q]."""
-    block_kv, block_q = shape
-    rows = q_block * block_q + lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
-    columns = kv_block * block_kv + lax.broadcasted_iota(jnp.int32, (block_kv, 1), 0)
+def _keep(q_start, kv_start, shape, upper, kv_seq):
+    """Which scores of queries and keys from these on survive, `shape` [keys, queries]."""
+    rows = q_start + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+    columns = kv_start + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
     keep = columns <= rows + upper
-    return keep & (columns < kv_seq) if kv_seq % block_kv else keep
+    return keep & (columns < kv_seq)
 
 
 def _query_blocks(block_q, block_kv, group, visits):

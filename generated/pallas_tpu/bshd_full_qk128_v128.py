@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk128_v128
-# digest: dec48eeddae5ac30
+# digest: ed06a2a3ffd5695e
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -23,15 +23,18 @@ from jax.experimental.pallas import tpu as pltpu
 from eqx_attn._device import (
     across_lanes,
     dot,
+    ends_of_rows,
     fit_block,
+    fit_chunk,
     in_turns,
     interpret_params,
     matmul_precision,
+    OVERFLOW,
     pad_rows,
     parts_before_end,
     parts_of_block,
     query_sums,
-    VMEM_LIMIT_BYTES,
+    SAMPLE,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -59,7 +62,9 @@ def forward(q, k, v, operands, tiles):
         functools.partial(
             _forward_kernel,
             scale=operands.scale,
+            q_seq=q_seq,
             kv_seq=kv_seq,
+            tile=tiles.forward,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -71,14 +76,18 @@ def forward(q, k, v, operands, tiles):
             in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM)],
             out_specs=(queries(HEAD_DIM), rows),
             scratch_shapes=[
-                pltpu.VMEM((HEAD_DIM, block_q), jnp.float32),
+                pltpu.VMEM((2, HEAD_DIM, block_q), jnp.float32),
                 pltpu.VMEM((1, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((2, 1, block_q), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -90,43 +99,113 @@ def forward(q, k, v, operands, tiles):
     return out.reshape(batch, q_seq, q_heads, HEAD_DIM), lse[:, :, 0, :q_seq]
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, acc_ref, max_ref, sum_ref, *, scale, kv_seq, precision):
+def _forward_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    out_ref,
+    lse_ref,
+    acc_ref,
+    max_ref,
+    sum_ref,
+    slot_ref,
+    exact_ref,
+    queries_ref,
+    values_ref,
+    *,
+    scale,
+    q_seq,
+    kv_seq,
+    tile,
+    precision,
+):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
     kv_block = pl.program_id(3)
 
     @pl.when(kv_block == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
-        max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        slot_ref[0] = 0
+        acc_ref[0] = jnp.zeros(acc_ref.shape[1:], jnp.float32)  # [head_dim, block_q]
+        sum_ref[0] = jnp.zeros(sum_ref.shape[1:], jnp.float32)  # [1, block_q]
+        queries_ref[...] = zero_tail(q_ref[...], pl.program_id(2), q_seq).T
+        # Queries start with the maximum over the first keys.
+        s = dot(k_ref[: min(kv_seq, SAMPLE)], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
+        max_ref[...] = jnp.max(s, axis=0, keepdims=True)  # [1, block_q]
 
-    def attend(partial):
-        v = v_ref[...]
-        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        if partial:
-            s = jnp.where(_keep(kv_block, s.shape, kv_seq), s, HIDDEN)
-            v = zero_tail(v, kv_block, kv_seq)
-        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-        correction = jnp.exp2(max_ref[...] - row_max)
-        p = jnp.exp2(s - row_max)
-        max_ref[...] = row_max
-        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+    block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+    kv_start = kv_block * block_kv
+    chunk = fit_chunk(block_q, block_kv)
+    chunks = block_kv // chunk
 
-    @pl.when(kv_block < kv_seq // k_ref.shape[0])
-    def _():
-        attend(partial=False)
+    def attend():
+        """Chunks of keys one after the other, each with the maximum of all keys so far."""
+        slot = slot_ref[0]
 
-    if kv_seq % k_ref.shape[0]:
+        def attend_chunk(number, _):
+            keys = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
+            v = v_ref[keys]
+            s = dot(k_ref[keys], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)  # [chunk, block_q]
+            s = jnp.where(_keep(kv_start + number * chunk, s.shape, kv_seq), s, HIDDEN)
+            v = zero_tail(v, kv_start // chunk + number, kv_seq)
+            row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+            correction = jnp.exp2(max_ref[...] - row_max)
+            p = jnp.exp2(s - row_max)
+            max_ref[...] = row_max
+            sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
+            acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+            return 0
 
-        @pl.when(kv_block == kv_seq // k_ref.shape[0])
-        def _():
-            attend(partial=True)
+        end = jnp.minimum(pl.cdiv(kv_seq - kv_start, chunk), chunks)
+        lax.fori_loop(0, end, attend_chunk, 0)
+
+    def attend_parts(parts):
+        """Parts of the scores, the products of one beside the weights of another, against a maximum from before this block."""
+        old, new = slot_ref[0], 1 - slot_ref[0]
+        values_ref[...] = v_ref[...].T
+        parts = sorted(parts, key=lambda part: part.rows.start)
+        first, last = ends_of_rows(parts)
+        products, weights = {}, {}
+        for turn in range(-tile.lead, len(parts) + tile.lag):
+            if turn >= tile.lag:
+                number = turn - tile.lag
+                rows, columns, _ = parts[number]
+                acc = acc_ref[old, :, rows] if number in first else acc
+                acc = acc + dot(values_ref[:, columns], weights.pop(number), (1, 0), precision)  # [head_dim, rows]
+                if number in last:
+                    acc_ref[new, :, rows] = acc
+            if turn + tile.lead < len(parts):
+                rows, columns, _ = parts[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[columns], queries_ref[:, rows], (1, 0), precision)
+            if 0 <= turn < len(parts):
+                rows, columns, whole = parts[turn]
+                s = products.pop(turn) * (scale * LOG2_E)  # [columns, rows]
+                p = jnp.exp2(s - max_ref[:, rows])
+                total = sum_ref[old, :, rows] if turn in first else total
+                total = total + jnp.sum(p, axis=0, keepdims=True)
+                if turn in last:
+                    sum_ref[new, :, rows] = total
+                weights[turn] = p.astype(v_ref.dtype)
+        fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
+
+        slot_ref[0] = jnp.where(fits, new, old)
+        exact_ref[0] = jnp.where(fits, 0, 1)
+
+    def attend_first(keys):
+        attend_parts(parts_of_block(tile, block_q, keys))
+
+    if kv_seq % block_kv:
+        pl.when(kv_block < kv_seq // block_kv)(functools.partial(attend_first, block_kv))
+        pl.when(kv_block == kv_seq // block_kv)(functools.partial(attend_first, kv_seq % block_kv))
+    else:
+        attend_first(block_kv)
+
+    pl.when(exact_ref[0] == 1)(attend)
 
     @pl.when(kv_block == pl.num_programs(3) - 1)
     def _():
-        out_ref[...] = (acc_ref[...] / sum_ref[...]).T.astype(out_ref.dtype)
-        lse_ref[...] = (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E
+        acc, total = acc_ref[slot_ref[0]], sum_ref[slot_ref[0]]
+        out_ref[...] = (acc / total).T.astype(out_ref.dtype)
+        lse_ref[...] = (max_ref[...] + jnp.log2(total)) / LOG2_E
 
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
@@ -319,9 +398,9 @@ def _keep_part(part, kv_block, block_kv, kv_seq):
     return kv_block * block_kv + part.columns.start + columns < kv_seq
 
 
-def _keep(kv_block, shape, kv_seq):
-    """Which scores of a block survive, [block_kv, block_q]: those of keys before the end."""
-    return kv_block * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0) < kv_seq
+def _keep(kv_start, shape, kv_seq):
+    """Which scores of keys from this one on survive, `shape` [keys, queries]: those of keys before the end."""
+    return kv_start + lax.broadcasted_iota(jnp.int32, shape, 0) < kv_seq
 
 
 def _query_blocks(block_q, block_kv, group):

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_window_qk128_v128_segments
-# digest: 379e0ffe618c6625
+# digest: 3e1ed155bdf3d6d1
 """Sliding-window attention within segments on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -20,6 +20,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -27,19 +28,23 @@ from eqx_attn._device import (
     across_lanes,
     column,
     dot,
+    ends_of_rows,
     fit_block,
+    fit_chunk,
     in_turns,
     interpret_params,
     matmul_precision,
+    OVERFLOW,
     pad_rows,
     pad_segments,
     parts_of_block,
     query_sums,
+    SAMPLE,
     segment_kv_visits,
     segment_q_visits,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
+    zero_tail,
 )
 
 SPEC = "pallas_tpu/bshd_window_qk128_v128_segments"
@@ -68,6 +73,8 @@ def forward(q, k, v, operands, tiles):
             scale=operands.scale,
             lower=operands.lower,
             upper=operands.upper,
+            q_seq=q_seq,
+            tile=tiles.forward,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -80,14 +87,18 @@ def forward(q, k, v, operands, tiles):
             in_specs=[tokens, queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM)],
             out_specs=(queries(HEAD_DIM), rows),
             scratch_shapes=[
-                pltpu.VMEM((HEAD_DIM, block_q), jnp.float32),
+                pltpu.VMEM((2, HEAD_DIM, block_q), jnp.float32),
                 pltpu.VMEM((1, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((2, 1, block_q), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -112,11 +123,17 @@ def _forward_kernel(
     acc_ref,
     max_ref,
     sum_ref,
+    slot_ref,
+    exact_ref,
+    queries_ref,
+    values_ref,
     *,
     visits,
     scale,
     lower,
     upper,
+    q_seq,
+    tile,
     precision,
 ):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
@@ -124,36 +141,90 @@ def _forward_kernel(
 
     @pl.when(step == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
         max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        slot_ref[0] = 0
+        acc_ref[0] = jnp.zeros(acc_ref.shape[1:], jnp.float32)  # [head_dim, block_q]
+        sum_ref[0] = jnp.zeros(sum_ref.shape[1:], jnp.float32)  # [1, block_q]
+        queries_ref[...] = zero_tail(q_ref[...], q_block, q_seq).T
 
-    def attend(partial):
-        v = v_ref[...]
-        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        if partial:
-            s = jnp.where(_keep(tokens, lower, upper), s, HIDDEN)
-            v = _zero_padding(v, tokens)
-        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-        correction = jnp.exp2(max_ref[...] - row_max)
-        p = jnp.exp2(s - row_max)
-        max_ref[...] = row_max
-        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+    block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+    chunk = fit_chunk(block_q, block_kv)
+    chunks = block_kv // chunk
+
+    def attend():
+        """Chunks of keys one after the other, each with the maximum of all keys so far."""
+        slot = slot_ref[0]
+
+        def attend_chunk(number, _):
+            keys = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
+            v = v_ref[keys]
+            s = dot(k_ref[keys], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)  # [chunk, block_q]
+            s = jnp.where(_keep(tokens, lower, upper, keys), s, HIDDEN)
+            v = _zero_padding(v, tokens, keys)
+            row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+            shift = jnp.where(row_max > HIDDEN, row_max, 0.0)  # where nothing is seen, nothing is added
+            correction = jnp.exp2(max_ref[...] - shift)
+            p = jnp.exp2(s - shift)
+            max_ref[...] = row_max
+            sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
+            acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+            return 0
+
+        lax.fori_loop(0, chunks, attend_chunk, 0)
+
+    def attend_parts(parts):
+        """Parts of the scores, the products of one beside the weights of another, against a maximum from before this block."""
+        old, new = slot_ref[0], 1 - slot_ref[0]
+        values_ref[...] = v_ref[...].T
+        parts = sorted(parts, key=lambda part: part.rows.start)
+        first, last = ends_of_rows(parts)
+        products, weights = {}, {}
+        for turn in range(-tile.lead, len(parts) + tile.lag):
+            if turn >= tile.lag:
+                number = turn - tile.lag
+                rows, columns, _ = parts[number]
+                acc = acc_ref[old, :, rows] if number in first else acc
+                acc = acc + dot(values_ref[:, columns], weights.pop(number), (1, 0), precision)  # [head_dim, rows]
+                if number in last:
+                    acc_ref[new, :, rows] = acc
+            if turn + tile.lead < len(parts):
+                rows, columns, _ = parts[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[columns], queries_ref[:, rows], (1, 0), precision)
+            if 0 <= turn < len(parts):
+                rows, columns, whole = parts[turn]
+                s = products.pop(turn) * (scale * LOG2_E)  # [columns, rows]
+                p = jnp.exp2(s - max_ref[:, rows])
+                total = sum_ref[old, :, rows] if turn in first else total
+                total = total + jnp.sum(p, axis=0, keepdims=True)
+                if turn in last:
+                    sum_ref[new, :, rows] = total
+                weights[turn] = p.astype(v_ref.dtype)
+        fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
+
+        slot_ref[0] = jnp.where(fits, new, old)
+        exact_ref[0] = jnp.where(fits, 0, 1)
+
+    exact_ref[0] = jnp.where(visits.partial(visits_ref, q_block, step, example), 1, 0)
 
     @pl.when(visits.whole(visits_ref, q_block, step, example))
     def _():
-        attend(partial=False)
+        @pl.when(jnp.min(max_ref[...]) == HIDDEN)
+        def _():
+            # Queries that have seen nothing yet start with the maximum of the first keys.
+            s = dot(k_ref[: min(SAMPLE, block_kv)], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
+            highest = jnp.max(s, axis=0, keepdims=True)
+            max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
 
-    @pl.when(visits.partial(visits_ref, q_block, step, example))
-    def _():
-        attend(partial=True)
+        attend_parts(parts_of_block(tile, block_q, block_kv))
+
+    pl.when(exact_ref[0] == 1)(attend)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _():
+        acc, total = acc_ref[slot_ref[0]], sum_ref[slot_ref[0]]
         sees = max_ref[...] > HIDDEN
-        out_ref[...] = jnp.where(sees, acc_ref[...] / sum_ref[...], 0.0).T.astype(out_ref.dtype)
-        lse_ref[...] = jnp.where(sees, (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E, -jnp.inf)
+        out_ref[...] = jnp.where(sees, acc / total, 0.0).T.astype(out_ref.dtype)
+        lse_ref[...] = jnp.where(sees, (max_ref[...] + jnp.log2(total)) / LOG2_E, -jnp.inf)
 
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
@@ -361,20 +432,20 @@ def _keep_part(part, q_ids, q_positions, tokens, lower, upper):
     return keep
 
 
-def _keep(tokens, lower, upper):
+def _keep(tokens, lower, upper, keys=slice(None)):
     """Which scores of a block survive, [block_kv, block_q]."""
     q_ids_ref, kv_ids_ref, q_positions_ref, kv_positions_ref = tokens
-    q_ids, kv_ids = q_ids_ref[...], column(kv_ids_ref[...])
-    q_positions, kv_positions = q_positions_ref[...], column(kv_positions_ref[...])
+    q_ids, kv_ids = q_ids_ref[...], column(kv_ids_ref[:, keys])
+    q_positions, kv_positions = q_positions_ref[...], column(kv_positions_ref[:, keys])
     keep = q_ids == kv_ids
     keep &= kv_positions >= q_positions + lower
     keep &= kv_positions <= q_positions + upper
     return keep
 
 
-def _zero_padding(x, tokens):
+def _zero_padding(x, tokens, keys=slice(None)):
     """A block of keys or values with 0 for padding, which may hold anything, and even a weight of 0 keeps no NaN out."""
-    return jnp.where(column(tokens[1][...]) > 0, x, 0)
+    return jnp.where(column(tokens[1][:, keys]) > 0, x, 0)
 
 
 def _query_blocks(block_q, block_kv, group, visits):
