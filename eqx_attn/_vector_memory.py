@@ -6,6 +6,8 @@ from jax.sharding import get_abstract_mesh
 from ._context import current_target, TPU_TARGETS
 
 _MIB = {"v4": 16, "v5e": 128, "v5p": 64, "v6e": 128, "7x": 64}
+_GENERATIONS = {kind: name for name, (kind, _) in TPU_TARGETS.items()}
+_GENERATIONS |= {"TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e", "TPU7": "7x"}  # that JAX knows too
 
 
 def tpu_generation() -> str | None:
@@ -14,8 +16,7 @@ def tpu_generation() -> str | None:
     kind = device.device_kind if device is not None else None
     if kind is None and jax.default_backend() == "tpu":
         kind = jax.local_devices()[0].device_kind
-    here = next((name for name, (known, _) in TPU_TARGETS.items() if known == kind), None)
-    return current_target("tpu") or here
+    return current_target("tpu") or _GENERATIONS.get(kind or "")
 
 
 def vmem_limit_bytes() -> int:
