@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array
 
 from . import _dropout
+from ._mod_evaluate import Evaluation
 from ._operands import Operands, Tile
 from ._reference import expand_blocks
 from ._sinks import sinks_gradient
@@ -81,7 +82,8 @@ def backward(
 ) -> tuple[Array, ...]:
     """Gradients of q, k and v, each in its array's shape, and in its dtype unless `out_dtype` is given (`bhsd`).
 
-    Then that of the bias, where `operands.bias_gradient`, and that of the sinks, where there are any.
+    Then that of the bias, where `operands.bias_gradient`, that of the sinks, where there are any, and in float32 or float64
+    those of a score function's arrays that `operands.mod_gradients` names.
     """
     blocks = _blocks(q, k, tile)
     bias, sinks = operands.bias if operands.bias_gradient else None, operands.sinks
@@ -101,15 +103,17 @@ def backward(
         step = functools.partial(
             _differentiate, q_block, dout_block, lse_block, delta_block, k_rows, v_rows, operands, blocks, i
         )
-        dq, *carry = lax.fori_loop(first, last, step, (jnp.zeros(q_block.shape, blocks.wide), *carry))
+        start = (jnp.zeros(q_block.shape, blocks.wide), *carry)
+        dq, *carry = lax.fori_loop(first, last, step, start)
         return tuple(carry), dq.astype(operands.out_dtype or q.dtype)
 
     start = (
         jnp.zeros(k_rows.shape, blocks.wide),
         jnp.zeros(v_rows.shape, blocks.wide),
         _no_bias_gradient(bias, operands),
+        no_mod_gradients(operands, blocks.wide),
     )
-    (dk, dv, dbias), dq = lax.scan(
+    (dk, dv, dbias, dmods), dq = lax.scan(
         attend, start, (jnp.arange(blocks.q_blocks, dtype=jnp.int32), q_rows, dout_rows, lse_rows, delta_rows)
     )
     dk, dv = (x[:, :, : blocks.kv_seq].astype(operands.out_dtype or k.dtype) for x in (dk, dv))
@@ -118,14 +122,14 @@ def backward(
         grads.append(dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype))
     if sinks is not None:
         grads.append(sinks_gradient(sinks, lse, delta))
-    return tuple(grads)
+    return (*grads, *(x for x in dmods if x is not None))
 
 
 def _accumulate(q_block, k_rows, v_rows, operands, blocks, i, j, carry):
     """One key block into (row_max, row_sum, acc) of query block i."""
     row_max, row_sum, acc = carry
     k_block, v_block = _kv_block(k_rows, blocks, j), _kv_block(v_rows, blocks, j)
-    scores, _ = _scores(q_block, k_block, operands, blocks, i, j)
+    scores, _, _ = _scores(q_block, k_block, operands, blocks, i, j)
     scores = jnp.where(_visible(operands, blocks, i, j), scores, -jnp.inf)
     new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
     # A row that has seen nothing keeps -inf; subtract 0 there, since -inf - -inf is no number.
@@ -142,25 +146,29 @@ def _accumulate(q_block, k_rows, v_rows, operands, blocks, i, j, carry):
 
 
 def _differentiate(q_block, dout_block, lse_block, delta_block, k_rows, v_rows, operands, blocks, i, j, carry):
-    """One key block's part of dq, and query block i's part of that block's dk, dv and dbias."""
-    dq, dk, dv, dbias = carry
+    """One key block's part of dq, and query block i's part of that block's dk, dv and dbias, and of dmods."""
+    dq, dk, dv, dbias, dmods = carry
     k_block, v_block = _kv_block(k_rows, blocks, j), _kv_block(v_rows, blocks, j)
     product = functools.partial(jnp.einsum, preferred_element_type=blocks.wide)
-    scores, slope = _scores(q_block, k_block, operands, blocks, i, j)
+    scores, slope, mod = _scores(q_block, k_block, operands, blocks, i, j)
     seen = _visible(operands, blocks, i, j) & (lse_block > -jnp.inf)
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - lse_block, 0)), 0)
     dweights = _dropped(product("bhgqd,bhkd->bhgqk", dout_block, v_block), operands, blocks, i, j)
     dbias_block = weights * (dweights - delta_block)
+    if mod is not None:
+        dmods = mod.scattered(dmods, dbias_block)
+        # What is hidden may have any slope.
+        dbias_block = jnp.where(weights > 0, dbias_block * mod(operands.score_mod.slope), 0)
     dscores = (dbias_block * slope * operands.scale).astype(q_block.dtype)
     dq = dq + product("bhgqk,bhkd->bhgqd", dscores, k_block)
     dk = _add_to_block(dk, product("bhgqk,bhgqd->bhkd", dscores, q_block), blocks, j)
     dropped = _dropped(weights, operands, blocks, i, j).astype(q_block.dtype)
     dv = _add_to_block(dv, product("bhgqk,bhgqd->bhkd", dropped, dout_block), blocks, j)
-    return dq, dk, dv, _add_bias_gradient(dbias, dbias_block, blocks, i, j)
+    return dq, dk, dv, _add_bias_gradient(dbias, dbias_block, blocks, i, j), dmods
 
 
 def _scores(q_block, k_block, operands, blocks, i, j):
-    """The scores of a block and their derivative by what softcap was applied to."""
+    """The scores of a block, the derivative of what a score function takes by what softcap was applied to, and the function."""
     scores = jnp.einsum("bhgqd,bhkd->bhgqk", q_block, k_block, preferred_element_type=blocks.wide) * operands.scale
     slope = 1.0
     if operands.softcap is not None:
@@ -168,7 +176,29 @@ def _scores(q_block, k_block, operands, blocks, i, j):
         scores, slope = operands.softcap * part, 1 - part**2
     if operands.bias is not None:
         scores = scores + _block_of(operands.bias, blocks, i, j).astype(blocks.wide)
-    return scores, slope
+    if operands.score_mod is None:
+        return scores, slope, None
+    arguments = dict(score=scores, **_indices(operands, blocks, i, j))
+    mod = Evaluation(operands.score_mod, arguments, operands.score_arrays, blocks.batch)
+    return jnp.broadcast_to(mod(operands.score_mod.value), scores.shape), slope, mod
+
+
+def _indices(operands, blocks, i, j):
+    """What score and mask functions know of a block, each with the axes `[batch, kv_heads, group, block_q, block_kv]`."""
+    q_index = lax.dynamic_slice_in_dim(operands.q_index, i * blocks.block_q, blocks.block_q)
+    kv_index = lax.dynamic_slice_in_dim(operands.kv_index, j * blocks.block_kv, blocks.block_kv)
+    return dict(
+        batch=operands.batch_index[:, None, None, None, None],
+        q_head=operands.head_index.reshape(1, blocks.kv_heads, blocks.group, 1, 1),
+        q_index=q_index[None, None, None, :, None],
+        kv_index=kv_index[None, None, None, None, :],
+    )
+
+
+def no_mod_gradients(operands, dtype):
+    """Zeros for each gradient of a score function's array that is asked for, None for the others."""
+    wanted = operands.mod_gradients or (False,) * len(operands.score_arrays)
+    return [jnp.zeros(x.shape, dtype) if w else None for x, w in zip(operands.score_arrays, wanted, strict=True)]
 
 
 def _dropped(x, operands, blocks, i, j):
@@ -342,6 +372,10 @@ def _visible(operands, blocks, i, j):
         seen = seen & _block_of(operands.dense, blocks, i, j)
     if operands.bias is not None:
         seen = seen & (_block_of(operands.bias, blocks, i, j) > -jnp.inf)
+    if operands.mask_mod is not None:
+        arguments = _indices(operands, blocks, i, j)
+        mask = Evaluation(operands.mask_mod, arguments, operands.mask_arrays, blocks.batch)
+        seen = seen & mask(operands.mask_mod.value)
     return seen
 
 

@@ -140,6 +140,7 @@ def explain(
     return_lse: bool = False,
     return_max_logit: bool = False,
     context: ContextParallel | None = None,
+    score_mod: Any = None,
     device: str | None = None,
 ) -> Explanation:
     """Which kernel serves `attention` with the same arguments, with which tiles and copies, and why no other does.
@@ -168,7 +169,7 @@ def explain(
     check_scale(scale)
     with target(device) if device is not None else contextlib.nullcontext():
         options = Options(
-            Full(), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+            Full(), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context, score_mod
         )
         return _explain(query, key, value, mask, layout, options)
 

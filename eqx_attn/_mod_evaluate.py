@@ -107,10 +107,3 @@ class Evaluation:
             totals[number] = total.at[places].add(part, mode="promise_in_bounds")
         return totals
 
-
-def hidden_or_not(program: Any, arguments: Mapping[str, Array], arrays: Sequence[Array], batch: int) -> Array:
-    """Whether a mask function shows each key to each query."""
-    seen = Evaluation(program, arguments, arrays, batch)(program.value)
-    return jnp.asarray(seen)
-
-

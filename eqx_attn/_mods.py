@@ -43,9 +43,8 @@ class Mod:
 def trace_score_mod(function: Callable, sizes: Sequence[int], dtype: str) -> Mod:
     """`function(score, batch, q_head, q_index, kv_index)` for scores of `dtype`; `sizes` bound the four indices.
 
-    Raises TypeError where the function is none or does not return one floating number, and `CannotPrint`.
+    Raises TypeError where the function does not return one floating number, and `CannotPrint`.
     """
-    _check_callable(function, "score_mod", ARGUMENTS)
     return _trace(function, _SCORE, ARGUMENTS, [jnp.dtype(dtype)], sizes)
 
 
@@ -62,6 +61,11 @@ def trace_mask_mod(functions: Sequence[Callable], sizes: Sequence[int]) -> Mod:
         return seen
 
     return _trace(all_of, _MASK, ARGUMENTS[1:], [], sizes)
+
+
+def check_score_mod(function: Any) -> None:
+    """Raises TypeError where a score function cannot be called."""
+    _check_callable(function, "score_mod", ARGUMENTS)
 
 
 def check_mask_function(function: Any) -> None:
