@@ -37,7 +37,9 @@ OPERATORS = {
     "mul": _infix("*", "product", _PRODUCT),
     "div": _infix("/", "quotient", _PRODUCT),
     "int_div": _infix("//", "quotient", _PRODUCT),
-    "trunc_div": _infix("//", "quotient", _PRODUCT),  # of integers, towards zero as in C; int_div is of no negative ones
+    "trunc_div": _infix(
+        "//", "quotient", _PRODUCT
+    ),  # of integers, towards zero as in C; int_div is of no negative ones
     "rem": _infix("%", "rest", _PRODUCT),
     "trunc_rem": _infix("%", "rest", _PRODUCT),  # with the sign of what is divided
     "shift_left": _infix("<<", "shifted", _SHIFT),
@@ -72,7 +74,7 @@ CALLS = {
     "sigmoid": Form("sigmoid", "share"),
     "sin": Form("sin", "sine"),
     "sqrt": Form("sqrt", "root"),
-    "tanh": Form("tanh", "tanh"),
+    "tanh": Form("tanh", "squashed"),
 }
 FORMS = OPERATORS | PREFIXES | CALLS | {"cast": Form("", "number"), "load": Form("", "element")}
 """All operations of a `Step`."""
@@ -96,7 +98,7 @@ class Triton:
 
     @staticmethod
     def load(array: str, indices: list[str]) -> str:
-        """Of an array's pointer, `array_ptr`, whose entry has been chosen; `array_1` is the size of its second axis."""
+        """From where an example's entry of the array begins, `array_at`; `array_1` is the size of its second axis."""
         offset = ""
         for axis, index in enumerate(indices):
             if offset:
@@ -104,7 +106,7 @@ class Triton:
                 offset = f"{offset} * {array}_{axis} + {index}"
             else:
                 offset = index
-        return f"tl.load({array}_ptr{' + ' + offset if offset else ''})"
+        return f"tl.load({array}_at{' + ' + offset if offset else ''})"
 
     index_binds = _PRODUCT
     functions: Mapping[str, str] = {}  # for operators that mean something else in this language
@@ -171,11 +173,6 @@ class Listing:
         text = self.outputs[number]
         return text if self.binds[number] >= _PRODUCT else f"({text})"
 
-    def condition(self, number: int = 0) -> str:
-        """An output to be combined with others by `&`."""
-        text = self.outputs[number]
-        return text if self.binds[number] > _AND else f"({text})"
-
 
 def listing(
     program: Program,
@@ -235,7 +232,11 @@ class _Printer:
             for operand in step.operands:
                 self.expression(operand)
             text, binds = self._text(step)
-            inner = {x: self.done[x][0] for x in step.operands if isinstance(x, int) and self.done[x][1] < _ATOM or self._is_call(x)}
+            inner = {
+                x: self.done[x][0]
+                for x in step.operands
+                if isinstance(x, int) and self.done[x][1] < _ATOM or self._is_call(x)
+            }
             if len(text) <= _WIDTH or not inner:
                 return text, binds
             longest = max(inner, key=lambda x: len(inner[x]))

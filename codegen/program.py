@@ -85,7 +85,9 @@ class Program:
 
     def step(self, value: Operand) -> Step | None:
         """The step that computes a value; None for arguments and literals."""
-        return self.steps[value - len(self.arguments)] if isinstance(value, int) and value >= len(self.arguments) else None
+        return (
+            self.steps[value - len(self.arguments)] if isinstance(value, int) and value >= len(self.arguments) else None
+        )
 
     @functools.cached_property
     def depends(self) -> tuple[frozenset[str], ...]:

@@ -82,7 +82,17 @@ def attention(
     check_arrays(query, key, value, layout)
     check_scale(scale)
     options = Options(
-        as_mask(mask), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context, score_mod
+        as_mask(mask),
+        scale,
+        bias,
+        sinks,
+        softcap,
+        dropout,
+        implementation,
+        deterministic,
+        return_max_logit,
+        context,
+        score_mod,
     )
     checked = _attention_bshd if layout == "bshd" else _attention_bhsd
     return result_of(checked(query, key, value, options), return_lse)

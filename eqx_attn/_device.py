@@ -22,7 +22,12 @@ from ._sinks import sinks_gradient as sinks_gradient
 from ._summaries import block_summary as block_summary, visited_ranges as visited_ranges
 from ._triton_call import triton_call as triton_call
 from ._triton_lists import tile_visibility as tile_visibility, visited_lists as visited_lists
-from ._triton_matrices import bias_parts as bias_parts, matrix_shape as matrix_shape, sum_of_parts as sum_of_parts
+from ._triton_matrices import (
+    bias_parts as bias_parts,
+    captured_shape as captured_shape,
+    matrix_shape as matrix_shape,
+    sum_of_parts as sum_of_parts,
+)
 from ._visits import (
     band_kv_visits as band_kv_visits,
     band_q_visits as band_q_visits,

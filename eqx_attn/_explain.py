@@ -169,7 +169,17 @@ def explain(
     check_scale(scale)
     with target(device) if device is not None else contextlib.nullcontext():
         options = Options(
-            Full(), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context, score_mod
+            Full(),
+            scale,
+            bias,
+            sinks,
+            softcap,
+            dropout,
+            implementation,
+            deterministic,
+            return_max_logit,
+            context,
+            score_mod,
         )
         return _explain(query, key, value, mask, layout, options)
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.extend.core import Jaxpr, Literal as JaxprLiteral
 
 from ._codegen import Literal, Program, Step
@@ -111,7 +110,12 @@ class Builder:
         return [_RULES[name](self, equation, *operands)]
 
     def finish(
-        self, arguments: Sequence[str], captures: Sequence[Any], value: Any, slope: Any, load_slopes: Sequence[tuple[int, Any]]
+        self,
+        arguments: Sequence[str],
+        captures: Sequence[Any],
+        value: Any,
+        slope: Any,
+        load_slopes: Sequence[tuple[int, Any]],
     ) -> tuple[Program, list[int]]:
         """The program of what is needed, and which of the captures that are."""
         draft = Program(tuple(arguments), tuple(captures), tuple(self.steps), value, slope, tuple(load_slopes))
@@ -440,7 +444,9 @@ _RULES: dict[str, Callable] = {
 }
 _RULES |= {name: _compare(name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 _RULES |= {name: _logic(name) for name in ("and", "or", "xor")}
-_RULES |= {name: _plain(name) for name in ("ceil", "cos", "erf", "exp", "exp2", "floor", "log", "rsqrt", "sin", "sqrt", "tanh")}
+_RULES |= {
+    name: _plain(name) for name in ("ceil", "cos", "erf", "exp", "exp2", "floor", "log", "rsqrt", "sin", "sqrt", "tanh")
+}
 _RULES |= dict(
     convert_element_type=_cast,
     copy=_same,

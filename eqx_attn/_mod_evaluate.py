@@ -87,7 +87,10 @@ class Evaluation:
         entry = jnp.arange(self._batch, dtype=jnp.int32) // (self._batch // entries)
         shape = (self._batch if entries > 1 else 1, *(1,) * (self._rank - 1))
         indices = [self(x) for x in step.operands]
-        return (entry[: shape[0]].reshape(shape), *(x.reshape((1,) * self._rank) if x.ndim == 0 else x for x in indices))
+        return (
+            entry[: shape[0]].reshape(shape),
+            *(x.reshape((1,) * self._rank) if x.ndim == 0 else x for x in indices),
+        )
 
     def scattered(self, totals: Sequence[Array | None], gradient: Array) -> list[Array | None]:
         """`totals`, of which there is one for each captured array that is differentiated, and what one block adds to them.
@@ -106,4 +109,3 @@ class Evaluation:
             part = jnp.sum(part, [axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
             totals[number] = total.at[places].add(part, mode="promise_in_bounds")
         return totals
-

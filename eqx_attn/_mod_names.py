@@ -35,7 +35,9 @@ def _assignments(file: str) -> dict[tuple[int, int], str]:
         return {}
     found = {}
     for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         if len(targets) == 1 and isinstance(targets[0], ast.Name) and isinstance(node.value, ast.AST):
             found[node.value.lineno, node.value.col_offset] = targets[0].id
     return found
@@ -80,7 +82,7 @@ def _reachable(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
         found |= getattr(function, "__dict__", {})
     yield from found.items()
     inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)
-    for value in (*found.values(), inner, getattr(type(function), "__call__", None) if found else None):
+    for value in (*found.values(), inner, type(function).__dict__.get("__call__")):
         if callable(value) and not inspect.isclass(value) and not _is_jax(value):
             yield from _reachable(value, depth - 1)
 

@@ -13,16 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
 from jax.extend.core import Jaxpr, Literal
 
 from ._mod_names import assigned_name, place_of
 
-ELEMENTWISE = frozenset(
-    "abs add add_any and ceil clamp convert_element_type copy cos custom_jvp_call custom_vjp_call div eq erf exp exp2 expm1 "
-    "floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt select_n "
-    "shift_left shift_right_arithmetic sign sin sqrt square stop_gradient sub tan tanh xor".split()
-)
+# fmt: off
+ELEMENTWISE = frozenset((
+    "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "cos", "custom_jvp_call",
+    "custom_vjp_call", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite",
+    "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "rem", "rsqrt",
+    "select_n", "shift_left", "shift_right_arithmetic", "sign", "sin", "sqrt", "square", "stop_gradient", "sub",
+    "tan", "tanh", "xor",
+))
+# fmt: on
 """The primitives on scalars that kernels can be printed from."""
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_lin")
@@ -177,7 +180,9 @@ def check_printable(equation: Any, what: str) -> None:
     name = equation.primitive.name
     shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
     if name not in ELEMENTWISE:
-        way_out = _WAYS_OUT.get(name, "use other operations, or compute it for all indices before the call and index the array")
+        way_out = _WAYS_OUT.get(
+            name, "use other operations, or compute it for all indices before the call and index the array"
+        )
         if any(shapes) and name not in _WAYS_OUT:
             way_out = _ARRAY_WAY_OUT
         raise CannotPrint(
@@ -195,7 +200,8 @@ def check_printable(equation: Any, what: str) -> None:
 def _of_arrays(what: str, equation: Any, shape: Sequence[int]) -> str:
     if equation is None:
         return f"{what} returns an array of shape {tuple(shape)}: it is a function of scalars, and returns one"
-    return f"{what} computes with an array of shape {tuple(shape)} ({place_of(equation)}, {equation.primitive.name!r}): {_ARRAY_WAY_OUT}"
+    where = f"{place_of(equation)}, {equation.primitive.name!r}"
+    return f"{what} computes with an array of shape {tuple(shape)} ({where}): {_ARRAY_WAY_OUT}"
 
 
 def _literal(atom: Literal) -> Known:
@@ -339,7 +345,9 @@ def _gather(replay: Replay, equation: Any, values: list[Any]) -> Any:
     fill = equation.params["fill_value"]
     if fill is None:
         signed = jnp.issubdtype(element.dtype, jnp.signedinteger)
-        fill = np.nan if jnp.issubdtype(element.dtype, jnp.floating) else jnp.iinfo(element.dtype).min if signed else True
+        fill = (
+            np.nan if jnp.issubdtype(element.dtype, jnp.floating) else jnp.iinfo(element.dtype).min if signed else True
+        )
     return jnp.where(inside, element, np.asarray(fill, element.dtype))
 
 

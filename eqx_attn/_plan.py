@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ._masks import BlockSparse, Causal, Chunked, Dense, Dilated, Mask, parts, PrefixLM, Segments, SlidingWindow
 from ._mask_function import FromFunction
+from ._masks import BlockSparse, Causal, Chunked, Dense, Dilated, Mask, parts, PrefixLM, Segments, SlidingWindow
 from ._mods import Mod
 from ._operands import BlockOperands, SegmentOperands
 from ._segments import count_of_ids, refine_ids

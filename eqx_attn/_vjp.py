@@ -21,7 +21,9 @@ from ._call import Call, Route
 from ._context import resume
 from ._dispatch import by_platform
 from ._kernels import load_kernel
+from ._mod_gradients import mod_gradients
 from ._operands import Operands, Tile
+from ._tuning import XLA_TILE
 from .sharding._fold import Level, Levels
 from .sharding._partition import aligned_cotangent, Direction
 from .sharding._varying import alike_varying
@@ -112,6 +114,10 @@ def _backward_on(call: Call, route: Route, arrays, operands, out, lse, dout, dls
     with resume(call.context):
         if route.spec is not None:
             grads = load_kernel(route.spec).backward(*arrays, out, lse, dout, dlse, operands, route.tiles)
+            if any(operands.mod_gradients):
+                q, k, v = unpacked(arrays, call.layout, operands.heads_of_kv)
+                q, k, v, first_out, first_dout = (_heads_first(x, call.layout) for x in (q, k, v, out, dout))
+                grads = (*grads, *mod_gradients(q, k, v, first_out, lse, first_dout, dlse, operands, XLA_TILE))
         else:
             assert isinstance(route.tiles, Tile)
             q, k, v = unpacked(arrays, call.layout, operands.heads_of_kv)

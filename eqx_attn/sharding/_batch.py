@@ -48,10 +48,8 @@ def on_mesh(arrays: Sequence[Array]) -> bool:
     return mesh_of(arrays).size > 1
 
 
-def split_batch(
-    arguments: tuple[Mask, Array | None, Array | None, Array | None], query: Array
-) -> tuple[Any, Any]:
-    """Mask, bias, dropout's seeds and the examples' numbers, and the axis of each of their arrays to map when the first batch axis is mapped.
+def split_batch(arguments: tuple[Mask, Array | None, Array | None, Array | None], query: Array) -> tuple[Any, Any]:
+    """Mask, bias, dropout's seeds and the examples' numbers, and which axis of each array to map to map the first batch axis.
 
     What has the axis is sharded along it as `query` is.
     """
