@@ -453,6 +453,7 @@ _RULES |= dict(
     integer_pow=_integer_pow,
     logistic=_plain("sigmoid"),
     pow=_pow,
+    reduce_sum=_same,  # of no axes, as some derivatives have it on a mesh
     shift_left=_plain("shift_left"),
     shift_right_arithmetic=_plain("shift_right"),
     stop_gradient=_same,

@@ -29,6 +29,9 @@ ELEMENTWISE = frozenset((
 """The primitives on scalars that kernels can be printed from."""
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_lin")
+_PLACING = ("pvary", "pcast", "reshard", "mesh_cast", "sharding_constraint")
+"""What these change is not the value."""
+
 _WAYS_OUT = {
     "cond": "write it with jnp.where",
     "while": "write it out, or compute its result into an array before the call and index that",
@@ -123,6 +126,8 @@ class Replay:
             return _known(equation, values)
         if name in ("jit", "pjit") and equation.params["name"] in ("floor_divide", "remainder"):
             return [self._scalars(equation, values, lambda *x: evaluated(equation, x)[0])]
+        if name in _PLACING:
+            return values
         if name in _INLINED:
             inner = equation.params["jaxpr"]
             jaxpr, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxtyping import Array
 
 from ._codegen import ARGUMENTS, Capture, Literal, register
@@ -92,8 +93,9 @@ def _trace(function: Callable, what: str, kinds: Sequence[str], floats: list, si
         return found, value if is_mask else jnp.asarray(value, floats[0])
 
     ranges: list[Range | None] = [*[None] * len(floats), *((0, size - 1) for size in sizes)]
-    translation = _Translation(Builder(what, [x.dtype.name for x in scalars], ranges), replay, scalars)
-    slope, load_slopes = (None, []) if is_mask else translation.slopes()
+    with use_abstract_mesh(AbstractMesh((), ())):  # scalars are on no mesh, wherever the arrays are
+        translation = _Translation(Builder(what, [x.dtype.name for x in scalars], ranges), replay, scalars)
+        slope, load_slopes = (None, []) if is_mask else translation.slopes()
     program, used = translation.builder.finish(
         argument_names(function, tuple(kinds)),
         [Capture(x.name or "captured", x.aval.ndim, jnp.dtype(x.aval.dtype).name) for x in translation.captures],
