@@ -35,17 +35,17 @@ class ModText:
             self._names[kind] = free_name(name, taken)
         for kind in _INDICES:
             self._names.setdefault(kind, _INDICES[kind])
-        self.arrays: list[tuple[str, int, str]] = []
+        self._captures: list[tuple[str, int, str]] = []
         self._named: list[dict[int, str]] = []
         for program in self._programs:
             of = "score" if program is self.score else "mask"
             names = {number: free_name(capture.name, taken) for number, capture in enumerate(program.captures)}
             self._named.append(names)
-            self.arrays += [
+            self._captures += [
                 (names[number], capture.ndim, f"operands.{of}_arrays[{number}]")
                 for number, capture in enumerate(program.captures)
             ]
-        taken |= {f"{name}_{word}" for name, *_ in self.arrays for word in ("at", "ptr", "share", "size")}
+        taken |= {f"{name}_{word}" for name, *_ in self._captures for word in ("at", "ptr", "share", "size")}
         self._taken = taken
 
     def __bool__(self) -> bool:
@@ -69,6 +69,19 @@ class ModText:
         return [name for name in HELPERS if name in used]
 
     @functools.cached_property
+    def arrays(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """For each captured array its name, and the kernel's parameters with what a call passes for them."""
+        words = {word for found in self._listings.values() for word in re.findall(r"\w+", str(found))}
+        found = []
+        for name, ndim, array in self._captures:
+            parameters = [(f"{name}_ptr", array), (f"{name}_share", f"batch // {array}.shape[0]")]
+            if ndim:
+                parameters.append((f"{name}_size", f"math.prod({array}.shape[1:])"))
+            sizes = [(f"{name}_{axis}", f"{array}.shape[{axis + 1}]") for axis in range(1, ndim)]
+            found.append((name, parameters + [size for size in sizes if size[0] in words]))
+        return found
+
+    @functools.cached_property
     def _listings(self) -> dict[str, Listing]:
         """Of the score's value, of that and its slope, and of the mask; their lines have different names."""
         found = {}
@@ -89,7 +102,7 @@ class ModText:
         """Where the entries of an example begin."""
         return [
             f"{name}_at = {name}_ptr + batch // {name}_share" + (f" * {name}_size" if ndim else "")
-            for name, ndim, _ in self.arrays
+            for name, ndim, _ in self._captures
         ]
 
     def index(self, kind: str, pointer: str, across: str = "") -> list[str]:

@@ -103,8 +103,8 @@ class Triton:
         for axis, index in enumerate(indices):
             if offset:
                 offset = f"({offset})" if " + " in offset else offset
-                offset = f"{offset} * {array}_{axis} + {index}"
-            else:
+                offset = f"{offset} * {array}_{axis}" + (f" + {index}" if index != "0" else "")
+            elif index != "0":
                 offset = index
         return f"tl.load({array}_at{' + ' + offset if offset else ''})"
 
@@ -189,6 +189,14 @@ def listing(
     printer = _Printer(program, tuple(outputs), language, names, arrays, {*taken, *names.values(), *arrays.values()})
     texts = [printer.expression(output) for output in printer.outputs]
     return Listing(tuple(printer.lines), tuple(text for text, _ in texts), tuple(binds for _, binds in texts))
+
+
+def function_lines(program: Program, language: type[Triton] | type[Jax]) -> list[str]:
+    """The function alone, as lines that end with what becomes of the score, or which keys are kept; for reports."""
+    names = dict(zip(program.kinds, program.arguments, strict=True)) | {SCORE: "scores"}
+    arrays = {number: capture.name for number, capture in enumerate(program.captures)}
+    printed = listing(program, [program.value], language, names, arrays)
+    return [*map(str, printed.lines), f"{'keep' if program.is_mask else 'scores'} = {printed.outputs[0]}"]
 
 
 class _Printer:

@@ -76,8 +76,8 @@ def attention(
 
     **Returns:** `[*batch, q_seq, q_heads, v_dim]` in the query's dtype and layout, or an `AttentionOutput`.
 
-    **Raises:** ValueError or TypeError while tracing, where arguments do not fit or `implementation` cannot serve them;
-    NotImplementedError, which names the line, where a function does what kernels have no code for.
+    **Raises:** ValueError or TypeError while tracing, where arguments do not fit or `implementation` cannot serve
+    them; also, with its line named, where a function does what kernels have no code for.
     """
     check_arrays(query, key, value, layout)
     check_scale(scale)

@@ -24,7 +24,6 @@ from ._triton_call import triton_call as triton_call
 from ._triton_lists import tile_visibility as tile_visibility, visited_lists as visited_lists
 from ._triton_matrices import (
     bias_parts as bias_parts,
-    captured_shape as captured_shape,
     matrix_shape as matrix_shape,
     sum_of_parts as sum_of_parts,
 )

@@ -25,8 +25,8 @@ class Mask(eqx.Module):
         >>> mask = eqx_attn.Causal() & near
 
         The function is traced once, with int32 scalars, and becomes part of the kernel. It may close over arrays and
-        index them, and use what is elementwise in `jax.numpy`; `attention` raises NotImplementedError that names the line
-        of what kernels have no code for. `batch` counts the examples of the call's batch axes; indices are those of
+        index them, and use what is elementwise in `jax.numpy`; `attention` raises ValueError, which names the line, for what
+        kernels have no code for. `batch` counts the examples of the call's batch axes; indices are those of
         the whole arrays (with a `context`, of the original order), on every device and under `jax.vmap`.
 
         Raises TypeError where `function` cannot be called.

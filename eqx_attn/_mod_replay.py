@@ -45,7 +45,7 @@ _ARRAY_WAY_OUT = (
 )
 
 
-class CannotPrint(NotImplementedError):
+class CannotPrint(ValueError):
     """A user's function does something for which kernels have no code."""
 
 
@@ -97,6 +97,7 @@ class Replay:
         self.loads: list[Load] = []
         self.indices: list[tuple[Any, ...]] = []
         self.named: dict[str, Any] = {}
+        self._place = ""
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Known], arguments: Sequence[Any]) -> Any:
         """The function's value."""
@@ -110,7 +111,9 @@ class Replay:
         def read(atom):
             return _literal(atom) if isinstance(atom, Literal) else env[atom]
 
+        outer = self._place
         for equation in jaxpr.eqns:
+            self._place = place_of(equation) or outer  # what JAX's own functions do has none
             results = self._step(equation, [read(x) for x in equation.invars])
             env |= zip(equation.outvars, results, strict=True)
             if len(results) == 1 and (name := assigned_name(equation)):
@@ -137,7 +140,7 @@ class Replay:
             return [result]
         if name == "convert_element_type" and isinstance(values[0], View) and values[0].axes == ():
             return [self._load(values[0], equation.params["new_dtype"])]
-        check_printable(equation, self.what)
+        self.check(equation)
         return [self._scalars(equation, values, lambda *x: evaluated(equation, x)[0])]
 
     def _scalars(self, equation: Any, values: list[Any], function: Callable) -> Any:
@@ -152,7 +155,7 @@ class Replay:
         if not isinstance(value, View):
             return value
         if value.axes != ():
-            raise CannotPrint(_of_arrays(self.what, equation, value.sizes))
+            raise CannotPrint(self.of_arrays(equation, value.sizes))
         return self._load(value, value.base.aval.dtype)
 
     def _load(self, view: View, dtype: Any) -> Any:
@@ -167,7 +170,32 @@ class Replay:
             return value
         if isinstance(value, Known):
             return View(value, (0,) * value.aval.ndim, tuple(range(value.aval.ndim)), value.aval.shape)
-        raise CannotPrint(_of_arrays(self.what, equation, np.shape(value)))
+        raise CannotPrint(self.of_arrays(equation, np.shape(value)))
+
+    def check(self, equation: Any) -> None:
+        """Raises `CannotPrint`, which names primitive and line, where kernels have no code for an equation."""
+        name, parameters = equation.primitive.name, equation.params
+        shape = next((x.aval.shape for x in (*equation.invars, *equation.outvars) if x.aval.shape), None)
+        if name not in ELEMENTWISE or (name == "select_n" and len(equation.invars) > 3):
+            way_out = "use other operations, or compute it for all indices before the call and index the array"
+            way_out = _WAYS_OUT.get(name, _ARRAY_WAY_OUT if shape else way_out)
+            raise CannotPrint(
+                f"{self.what} uses the primitive {name!r} ({self._place}), for which kernels have no code: {way_out}; "
+                "implementation='reference' takes any function"
+            )
+        if shape:
+            raise CannotPrint(self.of_arrays(equation, shape))
+        if name in ("custom_jvp_call", "custom_vjp_call"):
+            for inner in parameters["call_jaxpr"].jaxpr.eqns:
+                if inner.primitive.name not in _INLINED:
+                    self.check(inner)
+
+    def of_arrays(self, equation: Any, shape: Sequence[int]) -> str:
+        """What to say of an array where there should be a number."""
+        if equation is None:
+            return f"{self.what} returns an array of shape {tuple(shape)}: it is a function of scalars, and returns one"
+        where = f"{self._place}, {equation.primitive.name!r}"
+        return f"{self.what} computes with an array of shape {tuple(shape)} ({where}): {_ARRAY_WAY_OUT}"
 
 
 def evaluated(equation: Any, values: Sequence[Any]) -> list[Any]:
@@ -178,35 +206,6 @@ def evaluated(equation: Any, values: Sequence[Any]) -> list[Any]:
         functions, parameters = parameters
     results = primitive.bind(*functions, *values, **parameters)
     return list(results) if primitive.multiple_results else [results]
-
-
-def check_printable(equation: Any, what: str) -> None:
-    """Raises `CannotPrint`, which names primitive and line, where kernels have no code for an equation."""
-    name = equation.primitive.name
-    shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
-    if name not in ELEMENTWISE:
-        way_out = _WAYS_OUT.get(
-            name, "use other operations, or compute it for all indices before the call and index the array"
-        )
-        if any(shapes) and name not in _WAYS_OUT:
-            way_out = _ARRAY_WAY_OUT
-        raise CannotPrint(
-            f"{what} uses the primitive {name!r} ({place_of(equation)}), for which kernels have no code: {way_out}; "
-            "implementation='reference' takes any function"
-        )
-    if any(shapes):
-        raise CannotPrint(_of_arrays(what, equation, next(shape for shape in shapes if shape)))
-    if name in ("custom_jvp_call", "custom_vjp_call"):
-        for inner in equation.params["call_jaxpr"].jaxpr.eqns:
-            if inner.primitive.name not in _INLINED:
-                check_printable(inner, what)
-
-
-def _of_arrays(what: str, equation: Any, shape: Sequence[int]) -> str:
-    if equation is None:
-        return f"{what} returns an array of shape {tuple(shape)}: it is a function of scalars, and returns one"
-    where = f"{place_of(equation)}, {equation.primitive.name!r}"
-    return f"{what} computes with an array of shape {tuple(shape)} ({where}): {_ARRAY_WAY_OUT}"
 
 
 def _literal(atom: Literal) -> Known:
@@ -249,7 +248,7 @@ def _dynamic_slice(replay: Replay, equation: Any, values: list[Any]) -> View:
 def _slice(replay: Replay, equation: Any, values: list[Any]) -> View:
     parameters = equation.params
     if parameters["strides"] is not None and any(stride != 1 for stride in parameters["strides"]):
-        check_printable(equation, replay.what)
+        replay.check(equation)
     limits = zip(parameters["start_indices"], parameters["limit_indices"], strict=True)
     sizes = [limit - start for start, limit in limits]
     return _part(replay.view(values[0], equation), parameters["start_indices"], sizes, clamp=False)
@@ -285,11 +284,11 @@ def _reshape(replay: Replay, equation: Any, values: list[Any]) -> Any:
     """Only axes of size 1 may come or go; those that come have no axis of the array, so they have to go."""
     new = equation.params["new_sizes"]
     if not isinstance(values[0], View | Known):
-        return values[0] if new == () else check_printable(equation, replay.what)
+        return values[0] if new == () else replay.check(equation)
     view = replay.view(values[0], equation)
     kept = [axis for axis, size in enumerate(view.sizes) if size != 1]
     if tuple(view.sizes[axis] for axis in kept) != tuple(new):
-        raise CannotPrint(_of_arrays(replay.what, equation, new))
+        raise CannotPrint(replay.of_arrays(equation, new))
     return View(view.base, view.starts, *(tuple(x[axis] for axis in kept) for x in (view.axes, view.sizes)))
 
 
@@ -301,7 +300,7 @@ def _transpose(replay: Replay, equation: Any, values: list[Any]) -> View:
 def _broadcast(replay: Replay, equation: Any, values: list[Any]) -> Any:
     """Of a number: to a vector of one or several, as the indices of a gather are."""
     if isinstance(values[0], View | Known) or any(size != 1 for size in equation.params["shape"]):
-        raise CannotPrint(_of_arrays(replay.what, equation, equation.params["shape"]))
+        raise CannotPrint(replay.of_arrays(equation, equation.params["shape"]))
     return _Indices((values[0],))
 
 
@@ -314,7 +313,7 @@ class _Indices:
 
 def _concatenate(replay: Replay, equation: Any, values: list[Any]) -> _Indices:
     if len(equation.outvars[0].aval.shape) != 1 or not all(isinstance(x, _Indices | Known) for x in values):
-        raise CannotPrint(_of_arrays(replay.what, equation, equation.outvars[0].aval.shape))
+        raise CannotPrint(replay.of_arrays(equation, equation.outvars[0].aval.shape))
     scalars: list[Any] = []
     for value in values:
         if isinstance(value, _Indices):
@@ -322,7 +321,7 @@ def _concatenate(replay: Replay, equation: Any, values: list[Any]) -> _Indices:
         elif value.is_constant:
             scalars += list(np.asarray(value.value))
         else:
-            raise CannotPrint(_of_arrays(replay.what, equation, value.aval.shape))
+            raise CannotPrint(replay.of_arrays(equation, value.aval.shape))
     return _Indices(tuple(scalars))
 
 
@@ -333,7 +332,7 @@ def _gather(replay: Replay, equation: Any, values: list[Any]) -> Any:
     if isinstance(indices, Known) and indices.is_constant:
         indices = _Indices(tuple(np.asarray(indices.value).reshape(-1)))
     if not isinstance(indices, _Indices) or len(indices.scalars) != len(numbers.start_index_map):
-        raise CannotPrint(_of_arrays(replay.what, equation, equation.outvars[0].aval.shape))
+        raise CannotPrint(replay.of_arrays(equation, equation.outvars[0].aval.shape))
     starts: list[Any] = [0] * len(view.axes)
     for axis, index in zip(numbers.start_index_map, indices.scalars, strict=True):
         starts[axis] = index

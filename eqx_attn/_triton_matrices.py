@@ -15,15 +15,6 @@ def matrix_shape(array: Shaped[Array, "entries heads rows columns"], batch: int)
     return batch // entries, heads, rows, columns, columns if rows > 1 else 0
 
 
-def captured_shape(array: Shaped[Array, "entries ..."], batch: int) -> tuple[int, ...]:
-    """What a kernel needs to find an element of an array that a function reads.
-
-    The examples that share an entry; then, where an entry has axes, its elements and the sizes of all axes but the first.
-    """
-    entries, *sizes = array.shape
-    return (batch // entries, math.prod(sizes), *sizes[1:]) if sizes else (batch // entries,)
-
-
 class BiasParts(NamedTuple):
     """How the gradient of a bias is divided among the programs of its kernel.
 
