@@ -59,8 +59,8 @@ def _forward_tile(spec: KernelSpec) -> Tile:
 def _backward_tile(spec: KernelSpec) -> Tile:
     """Of a kernel of bfloat16 arrays."""
     generation, dim = tpu_generation(), max(spec.qk_dim, spec.v_dim)
-    if generation in ("v4", None):
-        return Tile(512, 512)  # a quarter of the others' vector memory, or less
+    if generation == "v4":
+        return Tile(512, 512)  # in a quarter of the others' vector memory
     inner_q = 512 if generation == "7x" and dim <= 128 else 256
     plain = not (spec.segments or spec.blocks or spec.bias or spec.dense or spec.dropout)
     wide = spec.mask is MaskKind.FULL and plain and not (dim > 128 and generation in ("v5e", "v5p"))

@@ -1,0 +1,111 @@
+"""Evaluates a `Program` on blocks of scores in plain JAX, and sums the gradients of what it captures."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ._codegen import Literal
+
+_OPERATIONS: dict[str, Callable[..., Array]] = dict(
+    add=jnp.add,
+    sub=jnp.subtract,
+    mul=jnp.multiply,
+    div=jnp.divide,
+    int_div=jnp.floor_divide,
+    trunc_div=lambda x, y: lax.div(*jnp.broadcast_arrays(x, y)),
+    rem=jnp.remainder,
+    trunc_rem=lambda x, y: lax.rem(*jnp.broadcast_arrays(x, y)),
+    floor_divide=jnp.floor_divide,
+    remainder=jnp.remainder,
+    shift_left=jnp.left_shift,
+    shift_right=jnp.right_shift,
+    xor=jnp.bitwise_xor,
+    lt=jnp.less,
+    le=jnp.less_equal,
+    gt=jnp.greater,
+    ge=jnp.greater_equal,
+    eq=jnp.equal,
+    ne=jnp.not_equal,
+    neg=jnp.negative,
+    abs=jnp.abs,
+    ceil=jnp.ceil,
+    cos=jnp.cos,
+    erf=lax.erf,
+    exp=jnp.exp,
+    exp2=jnp.exp2,
+    floor=jnp.floor,
+    log=jnp.log,
+    log2=jnp.log2,
+    max=jnp.maximum,
+    min=jnp.minimum,
+    rsqrt=lax.rsqrt,
+    select=jnp.where,
+    sigmoid=jax.nn.sigmoid,
+    sin=jnp.sin,
+    sqrt=jnp.sqrt,
+    tanh=jnp.tanh,
+)
+_OPERATIONS |= {"and": jnp.bitwise_and, "or": jnp.bitwise_or, "not": jnp.invert}
+
+
+class Evaluation:
+    """The values of a program for one block of scores.
+
+    `arguments` are, by kind, arrays of one rank that broadcast with one another; the first axis is that of examples. `arrays`
+    are the captured ones, `[entries, *shape]`: as many examples after one another as there are fewer entries share one.
+    """
+
+    def __init__(self, program: Any, arguments: Mapping[str, Array], arrays: Sequence[Array], batch: int):
+        self._program, self._arrays, self._batch = program, arrays, batch
+        self._rank = max(x.ndim for x in arguments.values())
+        self._values: dict[int, Any] = {i: arguments[kind] for i, kind in enumerate(program.kinds)}
+
+    def __call__(self, operand: Any) -> Any:
+        """The array of one operand, which broadcasts against the scores."""
+        if isinstance(operand, Literal):
+            return np.asarray(operand.value, jnp.dtype(operand.dtype))
+        if operand not in self._values:
+            step = self._program.step(operand)
+            if step.op == "load":
+                result = self._arrays[step.capture].at[self.places(operand)].get(mode="promise_in_bounds")
+            elif step.op == "cast":
+                result = self(step.operands[0]).astype(step.dtype)
+            else:
+                result = _OPERATIONS[step.op](*map(self, step.operands))
+            self._values[operand] = result
+        return self._values[operand]
+
+    def places(self, load: int) -> tuple[Any, ...]:
+        """Where in a captured array the elements of a load lie: an index per axis, that of entries first."""
+        step = self._program.step(load)
+        entries = self._arrays[step.capture].shape[0]
+        entry = jnp.arange(self._batch, dtype=jnp.int32) // (self._batch // entries)
+        shape = (self._batch if entries > 1 else 1, *(1,) * (self._rank - 1))
+        indices = [self(x) for x in step.operands]
+        return (
+            entry[: shape[0]].reshape(shape),
+            *(x.reshape((1,) * self._rank) if x.ndim == 0 else x for x in indices),
+        )
+
+    def scattered(self, totals: Sequence[Array | None], gradient: Array) -> list[Array | None]:
+        """`totals`, of which there is one for each captured array that is differentiated, and what one block adds to them.
+
+        `gradient` is that of the block's values. What shares an element is summed up first, where that is seen from shapes.
+        """
+        totals = list(totals)
+        for load, slope in self._program.load_slopes:
+            number = self._program.step(load).capture
+            total = totals[number]
+            if total is None:
+                continue
+            part = jnp.where(gradient == 0, 0, gradient * self(slope).astype(gradient.dtype))
+            places = self.places(load)
+            shape = jnp.broadcast_shapes(*(x.shape for x in places))
+            part = jnp.sum(part, [axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
+            totals[number] = total.at[places].add(part, mode="promise_in_bounds")
+        return totals
