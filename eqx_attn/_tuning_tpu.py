@@ -62,6 +62,7 @@ def _backward_tile(spec: KernelSpec) -> Tile:
     if generation == "v4":
         return Tile(512, 512)  # in a quarter of the others' vector memory
     inner_q = 512 if generation == "7x" and dim <= 128 else 256
+    large_units = generation not in ("v5e", "v5p")  # 256 x 256, which take longer to fill
+    wide = {MaskKind.FULL: large_units or dim <= 128, MaskKind.CAUSAL: large_units, MaskKind.WINDOW: False}[spec.mask]
     plain = not (spec.segments or spec.blocks or spec.bias or spec.dense or spec.dropout)
-    wide = spec.mask is MaskKind.FULL and plain and not (dim > 128 and generation in ("v5e", "v5p"))
-    return Tile(1024, 2048 if wide else 1024, inner_q=inner_q)
+    return Tile(1024, 2048 if wide and plain else 1024, inner_q=inner_q)
