@@ -300,7 +300,7 @@ def test_joined_blocks(monkeypatch):
 )
 def test_sums_that_do_not_fit_vector_memory(monkeypatch, name, q_seq, heads):
     """With several heads and blocks of queries, some of them visited by no block of keys; and with one for all steps."""
-    monkeypatch.setattr(_vector_memory, "_MIB", {"v6e": 0})
+    monkeypatch.setattr(_vector_memory, "_MIB", {"v5p": 0})
     dim = KernelSpec.from_name(f"pallas_tpu/{name}").qk_dim
     bounds = dict(lower=-100, upper=-20) if "window" in name else {}
     check(name, make(16, q_seq, 200, dim, dim, heads=heads, batch=2, **bounds))
