@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_causal_qk64_v64_segments
-# digest: 077c40cd40c32548
+# digest: a6b3c04b98096938
 """Causal attention within segments on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 64], key [batch, kv_heads, kv_seq, 64], value [batch, kv_heads, kv_seq, 64].
@@ -9,6 +9,10 @@ The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward ke
 keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
 [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
 keys need no exchange between lanes.
+
+The maximum of a block would keep its weights waiting for all of its scores. Weights refer to a maximum from before the
+block instead, so that a block's parts overlap, the products of one with the weights of another; where a sum of weights
+then grows out of range, the block is taken again, with its own maximum.
 
 A token sees only tokens of its own id. Which blocks a block visits, and which of those need a mask, is a table in
 scalar memory, made from each block's least and greatest id and position; nothing is loaded for a block with nothing to

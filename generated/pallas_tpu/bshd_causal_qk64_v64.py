@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk64_v64
-# digest: 6c7a4beeb936777a
+# digest: d2d11039f1dd6587
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -11,6 +11,10 @@ The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward ke
 keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
 [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
 keys need no exchange between lanes.
+
+The maximum of a block would keep its weights waiting for all of its scores. Weights refer to a maximum from before the
+block instead, so that a block's parts overlap, the products of one with the weights of another; where a sum of weights
+then grows out of range, the block is taken again, with its own maximum.
 
 Which blocks a block visits, and which of those need a mask, is a table in scalar memory; nothing is loaded for a block
 with nothing to see.

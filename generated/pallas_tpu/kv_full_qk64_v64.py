@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/kv_full_qk64_v64
-# digest: 32656199ff98ae29
+# digest: 06ad47de43c420b3
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64]; key and value are one array [batch, kv_seq, 2 * kv_heads, 64], the key's heads first.
@@ -11,6 +11,10 @@ The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward ke
 keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
 [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
 keys need no exchange between lanes.
+
+The maximum of a block would keep its weights waiting for all of its scores. Weights refer to a maximum from before the
+block instead, so that a block's parts overlap, the products of one with the weights of another; where a sum of weights
+then grows out of range, the block is taken again, with its own maximum.
 """
 
 import functools

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/qkv_full_qk64_v64
-# digest: 26a4a349c7d7fcae
+# digest: 58dc76c65da7a0a8
 """Full attention on a TPU, forward and backward.
 
 One array [batch, seq, q_heads + 2 * kv_heads, 64] holds the heads of the query, then of the key, then of the value.
@@ -11,6 +11,10 @@ The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward ke
 keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
 [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
 keys need no exchange between lanes.
+
+The maximum of a block would keep its weights waiting for all of its scores. Weights refer to a maximum from before the
+block instead, so that a block's parts overlap, the products of one with the weights of another; where a sum of weights
+then grows out of range, the block is taken again, with its own maximum.
 """
 
 import functools
