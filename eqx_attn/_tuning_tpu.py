@@ -40,9 +40,9 @@ def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> T
     Kernels shrink a block to the sequence.
     """
     if dtype == "float32":
-        small = Tile(512, 512)
-        return Tiles(small, small, small)
-    return Tiles(_forward_tile(spec), Tile(1024, 1024), _backward_tile(spec))
+        return Tiles(Tile(512, 512), Tile(512, 512), Tile(512, 512))
+    bias_gradient = Tile(512, 512) if tpu_generation() == "v4" else Tile(1024, 1024)
+    return Tiles(_forward_tile(spec), _backward_tile(spec), _backward_tile(spec), bias_gradient)
 
 
 def _forward_tile(spec: KernelSpec) -> Tile:

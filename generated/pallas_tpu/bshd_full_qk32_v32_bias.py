@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk32_v32_bias
-# digest: bd228fd85ae2a86c
+# digest: 00e2b96e1adf7a1b
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 32], key [batch, kv_seq, kv_heads, 32], value [batch, kv_seq, kv_heads, 32].
@@ -154,7 +154,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     dq, dk, dv = _array_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
     dbias = ()
     if operands.bias_gradient:
-        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dq),)
+        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dbias or tiles.dq),)
     return dq, dk, dv, *dbias
 
 

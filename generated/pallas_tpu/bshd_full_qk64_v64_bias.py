@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk64_v64_bias
-# digest: d4a36b84e9142053
+# digest: b9a95fd3d91757c0
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -154,7 +154,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     dq, dk, dv = _array_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
     dbias = ()
     if operands.bias_gradient:
-        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dq),)
+        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dbias or tiles.dq),)
     return dq, dk, dv, *dbias
 
 
