@@ -253,7 +253,10 @@ class _Printer:
         return Triton.offset(self.arrays[step.capture], [self._bound(x, _PRODUCT) for x in step.operands])
 
     def _name(self, value: int, step: Step, text: str) -> tuple[str, int]:
-        name = self._free(step.name or self._invented(step, _place(self.program.depends[value])))
+        if step.name:
+            name = free_name(step.name, self.taken)
+        else:
+            name = numbered_name(self._invented(step, _place(self.program.depends[value])), self.taken)
         self.lines.append(Line(name, text, self.program.depends[value]))
         self.done[value] = name, _ATOM
         return self.done[value]
@@ -342,15 +345,14 @@ class _Printer:
         one = re.sub(r"(?<=[sx])es$|(?<!s)s$", "", array)
         return side + one if side or one != array else f"{array}_element"
 
-    def _free(self, name: str) -> str:
-        """`name`, or a variation that nothing else has."""
-        return free_name(name, self.taken)
-
 
 def free_name(name: str, taken: set[str]) -> str:
     """`name`, or a variation that is not among `taken`, to which it is added."""
-    if name in taken or keyword.iskeyword(name):
-        name = f"own_{name}" if f"own_{name}" not in taken else name
+    return numbered_name(f"own_{name}" if name in taken or keyword.iskeyword(name) else name, taken)
+
+
+def numbered_name(name: str, taken: set[str]) -> str:
+    """`name`, with a number behind it where it is among `taken`, to which the result is added."""
     chosen, number = name, 1
     while chosen in taken or keyword.iskeyword(chosen):
         number += 1

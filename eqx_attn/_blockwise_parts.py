@@ -64,7 +64,7 @@ def scores_of(q_block, k_block, operands, blocks, i, j):
     if operands.score_mod is None:
         return scores, slope, None
     arguments = dict(score=scores, **indices_of(operands, blocks, i, j))
-    mod = Evaluation(operands.score_mod, arguments, operands.score_arrays, blocks.batch)
+    mod = Evaluation(operands.score_mod, arguments, operands.score_arrays, blocks.batch, operands.deterministic)
     return jnp.broadcast_to(mod(operands.score_mod.value), scores.shape), slope, mod
 
 

@@ -1,5 +1,6 @@
 """Evaluates a `Program` on blocks of scores in plain JAX, and sums the gradients of what it captures."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,8 +63,15 @@ class Evaluation:
     share one.
     """
 
-    def __init__(self, program: Any, arguments: Mapping[str, Array], arrays: Sequence[Array], batch: int):
-        self._program, self._arrays, self._batch = program, arrays, batch
+    def __init__(
+        self,
+        program: Any,
+        arguments: Mapping[str, Array],
+        arrays: Sequence[Array],
+        batch: int,
+        deterministic: bool = False,
+    ):
+        self._program, self._arrays, self._batch, self._deterministic = program, arrays, batch, deterministic
         self._rank = max(x.ndim for x in arguments.values())
         self._values: dict[int, Any] = {
             number: arguments[kind] for number, kind in enumerate(program.kinds) if kind in arguments
@@ -119,7 +127,25 @@ class Evaluation:
         places = self.places(load)
         shape = jnp.broadcast_shapes(*(x.shape for x in places))
         part = jnp.sum(part, [axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
+        if self._deterministic and part.size > 1:
+            return total + _sorted_sums(places, part, total.shape)
         return total.at[places].add(part, mode="promise_in_bounds")
+
+
+def _sorted_sums(places: Sequence[Array], values: Array, shape: Sequence[int]) -> Array:
+    """Values summed up at places of an array, in an order that is always the same; a GPU's scatter has none.
+
+    They are sorted by place, and summed from place to place by a scan that starts anew at each.
+    """
+    flat = jnp.ravel_multi_index(tuple(jnp.broadcast_arrays(*places)), tuple(shape), mode="clip")
+    flat, values = jnp.broadcast_to(flat, values.shape).reshape(-1), values.reshape(-1)
+    flat, values = lax.sort((flat, values), num_keys=1, is_stable=True)
+    starts = jnp.concatenate([jnp.ones(1, bool), flat[1:] != flat[:-1]])
+    _, sums = lax.associative_scan(lambda x, y: (x[0] | y[0], jnp.where(y[0], y[1], x[1] + y[1])), (starts, values))
+    ends = jnp.concatenate([starts[1:], jnp.ones(1, bool)])
+    size = math.prod(shape)
+    found = jnp.zeros(size, values.dtype).at[jnp.where(ends, flat, size)].set(sums, mode="drop")
+    return found.reshape(shape)
 
 
 def captured_totals(operands: Operands, rows: Mapping[int, Array], scattered: Mapping[int, Array]) -> list[Array]:
