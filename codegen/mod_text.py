@@ -94,6 +94,7 @@ class ModText:
                 loads = [load for load, _ in program.load_slopes]
                 slopes = [slope for _, slope in program.load_slopes]
                 found["value"] = printed([program.value])
+                assert program.slope is not None
                 found["slope"] = printed([program.value, program.slope])
                 found["captured"] = printed([program.value, *slopes], loads=loads)
                 taken = taken | {line.name for of in found.values() for line in of.lines}

@@ -79,6 +79,8 @@ CALLS = {
 FORMS = OPERATORS | PREFIXES | CALLS | {"cast": Form("", "number"), "load": Form("", "element")}
 """All operations of a `Step`."""
 
+_CHEAP = ("abs", "ceil", "floor", "max", "min", "select")
+
 HELPERS = ("floor_divide", "remainder", "tanh")
 """Operations for which a Triton kernel has a function of its own."""
 
@@ -267,10 +269,10 @@ class _Printer:
             for operand in step.operands:
                 self.expression(operand)
             text, binds = self._text(step)
-            inner = {
+            inner: dict[int, str] = {
                 x: self.done[x][0]
                 for x in step.operands
-                if isinstance(x, int) and self.done[x][1] < _ATOM or self._is_call(x)
+                if isinstance(x, int) and (self.done[x][1] < _ATOM or self._is_call(x))
             }
             if len(text) <= _WIDTH or not inner:
                 return text, binds
@@ -299,7 +301,7 @@ class _Printer:
     def _costs(self, value: int) -> bool:
         """Whether a value is worth keeping from being computed again in an inner loop."""
         step = self.program.step(value)
-        return step is not None and step.op in (*CALLS, "load", "div", "int_div", "trunc_div", "rem", "trunc_rem")
+        return step is not None and (step.op == "load" or step.op in CALLS and step.op not in _CHEAP)
 
     def _text(self, step: Step) -> tuple[str, int]:
         if step.op == "load":

@@ -41,7 +41,7 @@ def mod_gradients(
 
         def of_keys(j, totals):
             keys, values = kv_block(k_rows, blocks, j), kv_block(v_rows, blocks, j)
-            _, gradient, _, mod = score_gradient(*of_block, keys, values, operands, blocks, i, j)
+            _, gradient, _, mod = score_gradient(of_block, keys, values, operands, blocks, i, j)
             assert mod is not None
             return mod.scattered(totals, gradient)
 

@@ -36,11 +36,11 @@ def _assignments(file: str) -> dict[tuple[int, int], str]:
         return {}
     found = {}
     for node in ast.walk(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if len(targets) == 1 and isinstance(targets[0], ast.Name) and isinstance(node.value, ast.AST):
-            found[node.value.lineno, node.value.col_offset] = targets[0].id
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        (target, *others) = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if not others and isinstance(target, ast.Name):
+            found[node.value.lineno, node.value.col_offset] = target.id
     return found
 
 

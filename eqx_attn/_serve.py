@@ -57,7 +57,7 @@ class Options:
     deterministic: bool | None = None
     return_max_logit: bool = False
     context: ContextParallel | None = None
-    score_mod: Callable | Mod | None = None
+    score_mod: Callable | None = None
     seeds: Array | None = None
     """Dropout's seeds of each example and head, where examples lie in another order than that of the arguments."""
     numbers: Array | None = None
