@@ -1,10 +1,11 @@
 """What templates ask of the functions that are printed into a kernel: names, parameters, and lines for each of its loops."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
 
-from .printer import free_name, HELPERS, Listing, listing, Triton
+from .printer import added, free_name, HELPERS, Listing, listing, Triton
 from .program import BATCH, find, HEAD, KEY, Literal, Program, QUERY, SCORE
 from .spec import KernelSpec
 
@@ -39,13 +40,12 @@ class ModText:
         self._named: list[dict[int, str]] = []
         for program in self._programs:
             of = "score" if program is self.score else "mask"
-            names = {number: free_name(capture.name, taken) for number, capture in enumerate(program.captures)}
+            names = {number: _array_name(capture.name, taken) for number, capture in enumerate(program.captures)}
             self._named.append(names)
             self._captures += [
                 (names[number], capture.ndim, f"operands.{of}_arrays[{number}]")
                 for number, capture in enumerate(program.captures)
             ]
-        taken |= {f"{name}_{word}" for name, *_ in self._captures for word in ("at", "ptr", "share", "size")}
         self._taken = taken
 
     def __bool__(self) -> bool:
@@ -83,7 +83,7 @@ class ModText:
 
     @functools.cached_property
     def _listings(self) -> dict[str, Listing]:
-        """Of the score's value, of that and its slope, and of the mask; their lines have different names."""
+        """Of the score's value, of that and its slope, of that and the captures' slopes, and of the mask."""
         found = {}
         taken = self._taken
         for program, arrays in zip(self._programs, self._named, strict=True):
@@ -91,9 +91,13 @@ class ModText:
                 listing, program, language=Triton, names=self._names, arrays=arrays, taken=taken
             )
             if program is self.score:
+                loads = [load for load, _ in program.load_slopes]
+                slopes = [slope for _, slope in program.load_slopes]
                 found["value"] = printed([program.value])
+                assert program.slope is not None
                 found["slope"] = printed([program.value, program.slope])
-                taken = taken | {line.name for line in found["slope"].lines}
+                found["captured"] = printed([program.value, *slopes], loads=loads)
+                taken = taken | {line.name for of in found.values() for line in of.lines}
             else:
                 found["mask"] = printed([program.value])
         return found
@@ -112,19 +116,68 @@ class ModText:
         return [f"{self._names[kind]} = tl.load({_INDICES[kind]}_ptr + {pointer}){across}"]
 
     def lines(self, of: str, known: Sequence[str], given: Sequence[str]) -> list[str]:
-        """Of "value", "slope" or "mask", what can be computed where `given` is known and could not be where `known` is."""
+        """Of "value", "slope", "captured" or "mask", what can be computed where `given` is known and could not be where `known` is."""
         return self._listings[of].between(known, given) if of in self._listings else []
 
-    def outer(self, slope: bool, known: Sequence[str], given: Sequence[str]) -> list[str]:
+    def outer(self, of: str, known: Sequence[str], given: Sequence[str]) -> list[str]:
         """The lines of both functions that lie outside of the innermost loop."""
-        return self.lines("slope" if slope else "value", known, given) + self.lines("mask", known, given)
+        return self.lines(of, known, given) + self.lines("mask", known, given)
 
-    def value(self) -> str:
-        """What becomes of `scores`, to be multiplied."""
+    def value(self, of: str) -> str:
+        """What becomes of `scores`, to be multiplied, after the lines of the same name."""
         assert self.score is not None
-        text = self._listings["value"].factor()
+        text = self._listings[of].factor()
         depends = isinstance(self.score.value, int) and SCORE in self.score.depends[self.score.value]
         return text if depends else f"(tl.zeros_like(scores) + {text})"
+
+    @functools.cached_property
+    def loads(self) -> list["LoadText"]:
+        """What the score function reads of floating arrays, and what becomes of its gradient."""
+        if self.score is None:
+            return []
+        listed, found, names = self._listings["captured"], [], set[str]()
+        for number, (load, slope) in enumerate(self.score.load_slopes):
+            step, depends = self.score.step(load), self.score.depends[load]
+            assert step is not None and step.capture is not None
+            array = self._named[0][step.capture]
+            over_rows, over_columns = not {QUERY, SCORE} & depends, not {KEY, SCORE} & depends
+            name = free_name(f"d{array}" if over_rows or over_columns else f"d{array}_part", names)
+            text = "" if slope == Literal(1.0, "float32") else listed.factor(number + 1)
+            early = "scores" in re.findall(r"\w+", text)
+            found.append(
+                LoadText(
+                    name=name,
+                    number=load,
+                    capture=step.capture,
+                    array=array,
+                    slope=f"{name}_slope" if early else text,
+                    line=f"{name}_slope = {listed.outputs[number + 1]}" if early else "",
+                    place=added(f"d{array}_sums_at", listed.offsets[number]),
+                    rows=over_columns,
+                    columns=over_rows and not over_columns,
+                )
+            )
+        return found
+
+    @property
+    def row_results(self) -> list["LoadText"]:
+        """Those that are summed in rows."""
+        return [load for load in self.loads if load.rows]
+
+    @property
+    def buffers(self) -> list["Buffer"]:
+        """The gradients that are summed up in their places."""
+        found = {
+            load.capture: Buffer(f"d{load.array}_sums", load.array, load.capture)
+            for load in self.loads
+            if not load.rows
+        }
+        return list(found.values())
+
+    @property
+    def results(self) -> list[str]:
+        """What the kernel of the captures' gradients returns, by name."""
+        return [load.name for load in self.row_results] + [buffer.name for buffer in self.buffers]
 
     @property
     def slope(self) -> str:
@@ -141,6 +194,48 @@ class ModText:
     def condition(self) -> str:
         """What the mask function says; "" without one."""
         return self._listings["mask"].outputs[0] if "mask" in self._listings else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadText:
+    """One element that the score function reads: `number` in its program, `capture` of which array, `slope` "" for 1.
+
+    `line` has to come first where the slope depends on the score, before that is changed.
+
+    Its gradient is summed over keys where all keys read the same (`rows`), else added at `place`, where all queries read the
+    same (`columns`) after a sum over them.
+    """
+
+    name: str
+    number: int
+    capture: int
+    array: str
+    slope: str
+    line: str
+    place: str
+    rows: bool
+    columns: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """The gradient of the captured array `array`, number `number`."""
+
+    name: str
+    array: str
+    number: int
+
+
+def _array_name(name: str, taken: set[str]) -> str:
+    """A name of which the kernel has none of the names that belong to it."""
+    while True:
+        name = free_name(name, taken)
+        others = {f"{name}_{word}" for word in ("at", "ptr", "share", "size")} | {
+            f"d{name}{word}" for word in ("", "_ptr", "_part", "_slope", "_sums", "_sums_at", "_sums_ptr")
+        }
+        if not others & taken:
+            taken |= others
+            return name
 
 
 def _outputs(program: Program) -> tuple:

@@ -7,7 +7,7 @@ line of its own, and so does what can be computed outside of a loop and costs so
 import dataclasses
 import keyword
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .program import BATCH, HEAD, KEY, Literal, Operand, Program, QUERY, SCORE, Step
 
@@ -79,8 +79,15 @@ CALLS = {
 FORMS = OPERATORS | PREFIXES | CALLS | {"cast": Form("", "number"), "load": Form("", "element")}
 """All operations of a `Step`."""
 
+_CHEAP = ("abs", "ceil", "floor", "max", "min", "select")
+
 HELPERS = ("floor_divide", "remainder", "tanh")
 """Operations for which a Triton kernel has a function of its own."""
+
+
+def added(pointer: str, offset: str) -> str:
+    """A pointer and how far from it."""
+    return f"{pointer} + {offset}" if offset else pointer
 
 
 class Triton:
@@ -96,9 +103,14 @@ class Triton:
         """`value` binds tightly."""
         return f"{value}.to(tl.{'int1' if dtype == 'bool' else dtype})"
 
-    @staticmethod
-    def load(array: str, indices: list[str]) -> str:
+    @classmethod
+    def load(cls, array: str, indices: list[str]) -> str:
         """From where an example's entry of the array begins, `array_at`; `array_1` is the size of its second axis."""
+        return f"tl.load({added(f'{array}_at', cls.offset(array, indices))})"
+
+    @staticmethod
+    def offset(array: str, indices: list[str]) -> str:
+        """How far from there an element is."""
         offset = ""
         for axis, index in enumerate(indices):
             if offset:
@@ -106,7 +118,7 @@ class Triton:
                 offset = f"{offset} * {array}_{axis}" + (f" + {index}" if index != "0" else "")
             elif index != "0":
                 offset = index
-        return f"tl.load({array}_at{' + ' + offset if offset else ''})"
+        return offset
 
     index_binds = _PRODUCT
     functions: Mapping[str, str] = {}  # for operators that mean something else in this language
@@ -154,11 +166,15 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """The lines that some outputs need, in order, and the outputs as expressions of how tight binding."""
+    """The lines that some outputs need, in order, and the outputs as expressions of how tight binding.
+
+    `offsets` say where the elements of some loads lie, from where their array's entry begins; "" is there.
+    """
 
     lines: tuple[Line, ...]
     outputs: tuple[str, ...]
     binds: tuple[int, ...]
+    offsets: tuple[str, ...] = ()
 
     def between(self, known: Collection[str], given: Collection[str]) -> list[str]:
         """The lines that can be written where the arguments `given` are known, and could not where `known` are."""
@@ -181,14 +197,20 @@ def listing(
     names: Mapping[str, str],
     arrays: Mapping[int, str],
     taken: Collection[str] = (),
+    loads: Sequence[int] = (),
 ) -> Listing:
-    """Prints what `outputs` need.
+    """Prints what `outputs` need, and where the elements of `loads` lie.
 
     `names` are those of the arguments by kind, `arrays` those of the captures by number, `taken` names that no line may have.
     """
-    printer = _Printer(program, tuple(outputs), language, names, arrays, {*taken, *names.values(), *arrays.values()})
-    texts = [printer.expression(output) for output in printer.outputs]
-    return Listing(tuple(printer.lines), tuple(text for text, _ in texts), tuple(binds for _, binds in texts))
+    steps = [program.step(load) for load in loads]
+    ends = (*outputs, *(operand for step in steps if step is not None for operand in step.operands))
+    printer = _Printer(program, ends, language, names, arrays, {*taken, *names.values(), *arrays.values()})
+    texts = [printer.expression(output) for output in outputs]
+    offsets = [printer.offset(step) for step in steps if step is not None]
+    return Listing(
+        tuple(printer.lines), tuple(text for text, _ in texts), tuple(binds for _, binds in texts), tuple(offsets)
+    )
 
 
 def function_lines(program: Program, language: type[Triton] | type[Jax]) -> list[str]:
@@ -228,8 +250,15 @@ class _Printer:
             self.done[value] = text, binds
         return self.done[value]
 
+    def offset(self, step: Step) -> str:
+        """Where the element of a load lies, for Triton."""
+        return Triton.offset(self.arrays[step.capture], [self._bound(x, _PRODUCT) for x in step.operands])
+
     def _name(self, value: int, step: Step, text: str) -> tuple[str, int]:
-        name = self._free(step.name or self._invented(step, _place(self.program.depends[value])))
+        if step.name:
+            name = free_name(step.name, self.taken)
+        else:
+            name = numbered_name(self._invented(step, _place(self.program.depends[value])), self.taken)
         self.lines.append(Line(name, text, self.program.depends[value]))
         self.done[value] = name, _ATOM
         return self.done[value]
@@ -240,10 +269,10 @@ class _Printer:
             for operand in step.operands:
                 self.expression(operand)
             text, binds = self._text(step)
-            inner = {
+            inner: dict[int, str] = {
                 x: self.done[x][0]
                 for x in step.operands
-                if isinstance(x, int) and self.done[x][1] < _ATOM or self._is_call(x)
+                if isinstance(x, int) and (self.done[x][1] < _ATOM or self._is_call(x))
             }
             if len(text) <= _WIDTH or not inner:
                 return text, binds
@@ -272,7 +301,7 @@ class _Printer:
     def _costs(self, value: int) -> bool:
         """Whether a value is worth keeping from being computed again in an inner loop."""
         step = self.program.step(value)
-        return step is not None and step.op in (*CALLS, "load", "div", "int_div", "trunc_div", "rem", "trunc_rem")
+        return step is not None and (step.op == "load" or step.op in CALLS and step.op not in _CHEAP)
 
     def _text(self, step: Step) -> tuple[str, int]:
         if step.op == "load":
@@ -318,15 +347,14 @@ class _Printer:
         one = re.sub(r"(?<=[sx])es$|(?<!s)s$", "", array)
         return side + one if side or one != array else f"{array}_element"
 
-    def _free(self, name: str) -> str:
-        """`name`, or a variation that nothing else has."""
-        return free_name(name, self.taken)
-
 
 def free_name(name: str, taken: set[str]) -> str:
     """`name`, or a variation that is not among `taken`, to which it is added."""
-    if name in taken or keyword.iskeyword(name):
-        name = f"own_{name}" if f"own_{name}" not in taken else name
+    return numbered_name(f"own_{name}" if name in taken or keyword.iskeyword(name) else name, taken)
+
+
+def numbered_name(name: str, taken: set[str]) -> str:
+    """`name`, with a number behind it where it is among `taken`, to which the result is added."""
     chosen, number = name, 1
     while chosen in taken or keyword.iskeyword(chosen):
         number += 1

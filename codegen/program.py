@@ -98,6 +98,11 @@ class Program:
             found.append(frozenset(own.union(*(found[x] for x in step.operands if isinstance(x, int)))))
         return tuple(found)
 
+    @property
+    def scatters(self) -> bool:
+        """Whether scores of one row add to different elements of a captured array's gradient."""
+        return any({SCORE, KEY} & self.depends[load] for load, _ in self.load_slopes)
+
     def needed(self, outputs: "tuple[Operand, ...]") -> set[int]:
         """The values that some outputs are computed from, and they themselves."""
         found: set[int] = set()

@@ -134,9 +134,8 @@ def _differentiate(q_block, dout_block, lse_block, delta_block, k_rows, v_rows, 
     dq, dk, dv, dbias, dmods = carry
     k_block, v_block = kv_block(k_rows, blocks, j), kv_block(v_rows, blocks, j)
     product = functools.partial(jnp.einsum, preferred_element_type=blocks.wide)
-    weights, dvalue, slope, mod = score_gradient(
-        q_block, dout_block, lse_block, delta_block, k_block, v_block, operands, blocks, i, j
-    )
+    of_queries = (q_block, dout_block, lse_block, delta_block)
+    weights, dvalue, slope, mod = score_gradient(of_queries, k_block, v_block, operands, blocks, i, j)
     dbias_block = dvalue
     if mod is not None:
         dmods = mod.scattered(dmods, dvalue)

@@ -42,8 +42,12 @@ def rows_of_backward(q, out, lse, dout, dlse, blocks):
     return [split_q(x, blocks, fill) for x, fill in zip(rows, (0, 0, -jnp.inf, 0), strict=True)], delta
 
 
-def score_gradient(q_block, dout_block, lse_block, delta_block, k_block, v_block, operands, blocks, i, j):
-    """Of a block the weights, the gradient of what the softmax takes, softcap's slope, and the score function (or None)."""
+def score_gradient(of_queries, k_block, v_block, operands, blocks, i, j):
+    """Of a block the weights, the gradient of what the softmax takes, softcap's slope, and the score function (or None).
+
+    `of_queries` are the block's query, dout, lse and delta.
+    """
+    q_block, dout_block, lse_block, delta_block = of_queries
     scores, slope, mod = scores_of(q_block, k_block, operands, blocks, i, j)
     seen = visible(operands, blocks, i, j) & (lse_block > -jnp.inf)
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - lse_block, 0)), 0)
@@ -64,7 +68,7 @@ def scores_of(q_block, k_block, operands, blocks, i, j):
     if operands.score_mod is None:
         return scores, slope, None
     arguments = dict(score=scores, **indices_of(operands, blocks, i, j))
-    mod = Evaluation(operands.score_mod, arguments, operands.score_arrays, blocks.batch)
+    mod = Evaluation(operands.score_mod, arguments, operands.score_arrays, blocks.batch, operands.deterministic)
     return jnp.broadcast_to(mod(operands.score_mod.value), scores.shape), slope, mod
 
 

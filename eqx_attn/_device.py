@@ -3,6 +3,7 @@
 from ._dropout import column_hash as column_hash, row_hash as row_hash, threshold as threshold
 from ._map_blocks import has_bit as has_bit, map_blocks as map_blocks
 from ._map_words import words_of_map as words_of_map
+from ._mod_evaluate import captured_totals as captured_totals
 from ._pallas import (
     across_lanes as across_lanes,
     column as column,

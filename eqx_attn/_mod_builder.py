@@ -82,7 +82,7 @@ class Builder:
 
         def read(atom):
             if isinstance(atom, JaxprLiteral):
-                return literal(atom.val, atom.aval.dtype)
+                return literal(atom.val, _aval(atom).dtype)
             if atom not in env:
                 env[atom] = late[atom](read)
             return env[atom]
@@ -146,6 +146,10 @@ class Builder:
         return program, used
 
 
+def _aval(atom: Any) -> Any:
+    return atom.aval
+
+
 def literal(value: Any, dtype: Any) -> Literal:
     """A number as a step's operand."""
     dtype = jnp.dtype(dtype)
@@ -180,6 +184,8 @@ def _add(b: Builder, x: Any, y: Any) -> Any:
         return x
     if isinstance(y, Literal) and y.value < 0 and y.value > -float("inf"):
         return _sub(b, x, Literal(-y.value, y.dtype))
+    if isinstance(y, Literal) and (inner := _shifted(b, x)) is not None:
+        return _add(b, inner[0], Literal(inner[1] + y.value, y.dtype))
     for one, other in ((x, y), (y, x)):
         if (step := b.step(other)) is not None and step.op == "neg":
             return _sub(b, one, step.operands[0])
@@ -188,11 +194,27 @@ def _add(b: Builder, x: Any, y: Any) -> Any:
     return b.emit("add", (x, y), b.dtype(x), within=within)
 
 
+def _shifted(b: Builder, x: Any) -> tuple[Any, int] | None:
+    """An integer that is another one plus a literal, as these two."""
+    step = b.step(x)
+    if (
+        step is None
+        or step.op not in ("add", "sub")
+        or b.dtype(x) != "int32"
+        or not isinstance(step.operands[1], Literal)
+    ):
+        return None
+    number = step.operands[1].value
+    return step.operands[0], number if step.op == "add" else -number
+
+
 def _sub(b: Builder, x: Any, y: Any) -> Any:
     if _is(y, 0):
         return x
     if _is(x, 0):
         return _neg(b, y)
+    if isinstance(y, Literal) and (inner := _shifted(b, x)) is not None:
+        return _add(b, inner[0], Literal(inner[1] - y.value, y.dtype))
     if (step := b.step(y)) is not None and step.op == "neg":
         return _add(b, x, step.operands[0])
     ranges = b.range(x), b.range(y)
@@ -251,8 +273,8 @@ def _division(b: Builder, op: str, x: Any, y: Any) -> Any:
     if second and second[0] > 0:
         within = (0, second[1] - 1)
         if op == "floor_divide":
-            corners = [m // n for m in first for n in second] if first else None
-            within = corners and (min(corners), max(corners))
+            corners = [m // n for m in first for n in second] if first else []
+            within = (min(corners), max(corners)) if corners else None
     return b.emit(op, (x, y), b.dtype(x), within=within)
 
 

@@ -1,5 +1,6 @@
 """Evaluates a `Program` on blocks of scores in plain JAX, and sums the gradients of what it captures."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ._codegen import Literal
+from ._operands import Operands
 
 _OPERATIONS: dict[str, Callable[..., Array]] = dict(
     add=jnp.add,
@@ -56,14 +58,24 @@ _OPERATIONS |= {"and": jnp.bitwise_and, "or": jnp.bitwise_or, "not": jnp.invert}
 class Evaluation:
     """The values of a program for one block of scores.
 
-    `arguments` are, by kind, arrays of one rank that broadcast with one another; the first axis is that of examples. `arrays`
-    are the captured ones, `[entries, *shape]`: as many examples after one another as there are fewer entries share one.
+    `arguments` are, by kind, those that are needed, arrays of one rank that broadcast with one another; the first axis is that of
+    examples. `arrays` are the captured ones, `[entries, *shape]`: as many examples after one another as there are fewer entries
+    share one.
     """
 
-    def __init__(self, program: Any, arguments: Mapping[str, Array], arrays: Sequence[Array], batch: int):
-        self._program, self._arrays, self._batch = program, arrays, batch
+    def __init__(
+        self,
+        program: Any,
+        arguments: Mapping[str, Array],
+        arrays: Sequence[Array],
+        batch: int,
+        deterministic: bool = False,
+    ):
+        self._program, self._arrays, self._batch, self._deterministic = program, arrays, batch, deterministic
         self._rank = max(x.ndim for x in arguments.values())
-        self._values: dict[int, Any] = {i: arguments[kind] for i, kind in enumerate(program.kinds)}
+        self._values: dict[int, Any] = {
+            number: arguments[kind] for number, kind in enumerate(program.kinds) if kind in arguments
+        }
 
     def __call__(self, operand: Any) -> Any:
         """The array of one operand, which broadcasts against the scores."""
@@ -95,7 +107,7 @@ class Evaluation:
     def scattered(self, totals: Sequence[Array | None], gradient: Array) -> list[Array | None]:
         """`totals`, of which there is one for each captured array that is differentiated, and what one block adds to them.
 
-        `gradient` is that of the block's values. What shares an element is summed up first, where that is seen from shapes.
+        `gradient` is that of the block's values.
         """
         totals = list(totals)
         for load, slope in self._program.load_slopes:
@@ -104,8 +116,53 @@ class Evaluation:
             if total is None:
                 continue
             part = jnp.where(gradient == 0, 0, gradient * self(slope).astype(gradient.dtype))
-            places = self.places(load)
-            shape = jnp.broadcast_shapes(*(x.shape for x in places))
-            part = jnp.sum(part, [axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
-            totals[number] = total.at[places].add(part, mode="promise_in_bounds")
+            totals[number] = self.added(total, load, part)
         return totals
+
+    def added(self, total: Array, load: int, part: Array) -> Array:
+        """`total`, of the shape of a captured array, and what a block adds at the elements of a load.
+
+        What shares an element is summed up first, where that is seen from shapes.
+        """
+        places = self.places(load)
+        shape = jnp.broadcast_shapes(*(x.shape for x in places))
+        part = jnp.sum(part, [axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
+        if self._deterministic and part.size > 1:
+            return total + _sorted_sums(places, part, total.shape)
+        return total.at[places].add(part, mode="promise_in_bounds")
+
+
+def _sorted_sums(places: Sequence[Array], values: Array, shape: Sequence[int]) -> Array:
+    """Values summed up at places of an array, in an order that is always the same; a GPU's scatter has none.
+
+    They are sorted by place, and summed from place to place by a scan that starts anew at each.
+    """
+    flat = jnp.ravel_multi_index(tuple(jnp.broadcast_arrays(*places)), tuple(shape), mode="clip")
+    flat, values = jnp.broadcast_to(flat, values.shape).reshape(-1), values.reshape(-1)
+    flat, values = lax.sort((flat, values), num_keys=1, is_stable=True)
+    starts = jnp.concatenate([jnp.ones(1, bool), flat[1:] != flat[:-1]])
+    _, sums = lax.associative_scan(lambda x, y: (x[0] | y[0], jnp.where(y[0], y[1], x[1] + y[1])), (starts, values))
+    ends = jnp.concatenate([starts[1:], jnp.ones(1, bool)])
+    size = math.prod(shape)
+    found = jnp.zeros(size, values.dtype).at[jnp.where(ends, flat, size)].set(sums, mode="drop")
+    return found.reshape(shape)
+
+
+def captured_totals(operands: Operands, rows: Mapping[int, Array], scattered: Mapping[int, Array]) -> list[Array]:
+    """The gradients of a score function's arrays that are asked for, in float32, from what a kernel has summed up.
+
+    `rows` are sums over keys, `[batch, q_heads, q_seq]`, by the number of the load that they belong to; `scattered` whole
+    gradients, by the number of the array.
+    """
+    program, arrays = operands.score_mod, operands.score_arrays
+    assert operands.batch_index is not None and operands.head_index is not None and operands.q_index is not None
+    arguments = dict(
+        batch=operands.batch_index[:, None, None], q_head=operands.head_index[:, None], q_index=operands.q_index
+    )
+    arguments = {kind: x.reshape((1,) * (3 - x.ndim) + x.shape) for kind, x in arguments.items()}
+    evaluation = Evaluation(program, arguments, arrays, operands.batch_index.size)
+    totals = [scattered.get(i, jnp.zeros(x.shape, jnp.float32)) for i, x in enumerate(arrays)]
+    for load, parts in rows.items():
+        number = program.step(load).capture
+        totals[number] = evaluation.added(totals[number], load, parts)
+    return [x for x, wanted in zip(totals, operands.mod_gradients, strict=True) if wanted]

@@ -15,7 +15,15 @@ from ._blockwise_parts import (
     rows_of_backward,
     score_gradient,
 )
+from ._codegen import KernelSpec, Target
 from ._operands import Operands, Tile
+
+
+def sums_in_kernel(spec: KernelSpec, operands: Operands) -> bool:
+    """Whether the kernel sums these gradients, in an order that is not the same in each run where elements are scattered."""
+    if spec.target != Target.TRITON:
+        return False
+    return not operands.deterministic or not operands.score_mod.scatters
 
 
 def mod_gradients(
@@ -33,7 +41,7 @@ def mod_gradients(
 
         def of_keys(j, totals):
             keys, values = kv_block(k_rows, blocks, j), kv_block(v_rows, blocks, j)
-            _, gradient, _, mod = score_gradient(*of_block, keys, values, operands, blocks, i, j)
+            _, gradient, _, mod = score_gradient(of_block, keys, values, operands, blocks, i, j)
             assert mod is not None
             return mod.scattered(totals, gradient)
 

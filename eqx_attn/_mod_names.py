@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import equinox as eqx
 import jax.extend.source_info_util as source_info_util
 
 _PLACE = re.compile(r"(?P<file>.*):(?P<line>\d+):(?P<column>\d+) \(.*\)")
@@ -35,11 +36,11 @@ def _assignments(file: str) -> dict[tuple[int, int], str]:
         return {}
     found = {}
     for node in ast.walk(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if len(targets) == 1 and isinstance(targets[0], ast.Name) and isinstance(node.value, ast.AST):
-            found[node.value.lineno, node.value.col_offset] = targets[0].id
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        (target, *others) = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if not others and isinstance(target, ast.Name):
+            found[node.value.lineno, node.value.col_offset] = target.id
     return found
 
 
@@ -81,10 +82,17 @@ def _reachable(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if not inspect.isfunction(function):
         found |= getattr(function, "__dict__", {})
     yield from found.items()
+    for value in list(found.values()):  # dictionaries of parameters, and modules
+        inside = value if isinstance(value, dict) else getattr(value, "__dict__", {}) if _is_module(value) else {}
+        yield from ((str(name), x) for name, x in inside.items())
     inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)
     for value in (*found.values(), inner, type(function).__dict__.get("__call__")):
         if callable(value) and not inspect.isclass(value) and not _is_jax(value):
             yield from _reachable(value, depth - 1)
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, eqx.Module) and not inspect.isfunction(value)
 
 
 def _is_jax(function: Any) -> bool:

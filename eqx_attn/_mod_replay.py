@@ -208,7 +208,7 @@ def evaluated(equation: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if primitive.multiple_results else [results]
 
 
-def _literal(atom: Literal) -> Known:
+def _literal(atom: Any) -> Known:
     return Known(atom.aval, lambda: np.asarray(atom.val, atom.aval.dtype)[()], is_constant=True)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxtyping import Array
 
@@ -38,7 +39,7 @@ class Mod:
     @property
     def is_traced(self) -> bool:
         """Whether a captured array has no value yet."""
-        return any(isinstance(known.value, jax.core.Tracer) for known in self.captures)
+        return any(isinstance(known.value, Tracer) for known in self.captures)
 
 
 def trace_score_mod(function: Callable, sizes: Sequence[int], dtype: str) -> Mod:

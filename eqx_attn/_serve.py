@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import os
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -55,7 +57,7 @@ class Options:
     deterministic: bool | None = None
     return_max_logit: bool = False
     context: ContextParallel | None = None
-    score_mod: Callable | Mod | None = None
+    score_mod: Callable | None = None
     seeds: Array | None = None
     """Dropout's seeds of each example and head, where examples lie in another order than that of the arguments."""
     numbers: Array | None = None
@@ -253,6 +255,7 @@ def call_operands(
         operands_for(plan, scale),
         softcap=None if options.softcap is None else float(options.softcap),
         max_logit=options.return_max_logit,
+        deterministic=xla_is_deterministic() if options.deterministic is None else options.deterministic,
         heads_of_kv=sizes.kv_heads if layout in ("qkv", "kv") else None,
         score_mod=None if plan.score_mod is None else plan.score_mod.program,
         mask_mod=None if plan.mask_mod is None else plan.mask_mod.program,
@@ -260,6 +263,12 @@ def call_operands(
         **_dropout_operands(options, sizes),
         **_index_operands(options, sizes, spread),
     )
+
+
+def xla_is_deterministic() -> bool:
+    """Whether XLA itself has been told to give equal bits from run to run on a GPU."""
+    names = "xla_gpu_deterministic_ops|xla_gpu_exclude_nondeterministic_ops"
+    return re.search(rf"--({names})(=true|=1)?(\s|$)", os.environ.get("XLA_FLAGS", "")) is not None
 
 
 def _dropout_of(options: Options) -> Dropout | None:

@@ -21,7 +21,7 @@ from ._call import Call, Route
 from ._context import resume
 from ._dispatch import by_platform
 from ._kernels import load_kernel
-from ._mod_gradients import mod_gradients
+from ._mod_gradients import mod_gradients, sums_in_kernel
 from ._operands import Operands, Tile
 from ._tuning import XLA_TILE
 from .sharding._fold import Level, Levels
@@ -113,8 +113,10 @@ def _backward_on(call: Call, route: Route, arrays, operands, out, lse, dout, dls
     """The gradients of the arrays, and those of bias, sinks and a score function's arrays, None where there are none."""
     with resume(call.context):
         if route.spec is not None:
-            grads = load_kernel(route.spec).backward(*arrays, out, lse, dout, dlse, operands, route.tiles)
-            if any(operands.mod_gradients):
+            beside = any(operands.mod_gradients) and not sums_in_kernel(route.spec, operands)
+            of_kernel = dataclasses.replace(operands, mod_gradients=()) if beside else operands
+            grads = load_kernel(route.spec).backward(*arrays, out, lse, dout, dlse, of_kernel, route.tiles)
+            if beside:
                 q, k, v = unpacked(arrays, call.layout, operands.heads_of_kv)
                 q, k, v, first_out, first_dout = (_heads_first(x, call.layout) for x in (q, k, v, out, dout))
                 grads = (*grads, *mod_gradients(q, k, v, first_out, lse, first_dout, dlse, operands, XLA_TILE))
