@@ -1,5 +1,6 @@
 """One kernel file through a real compiler, and what the compiler tells of the result."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -12,10 +13,22 @@ import numpy as np
 
 from .spec import KernelSpec, Layout, MaskKind
 
-# A grouped call of ordinary size. The lengths are no multiple of any tile, so that the code of the last block is there.
-BATCH, SEQ, Q_HEADS, KV_HEADS = 2, 4000, 8, 2
 WINDOW = 1024
 MAP_BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a representative call."""
+
+    batch: int
+    seq: int
+    q_heads: int
+    kv_heads: int
+
+
+# A grouped call of ordinary size. The lengths are no multiple of any tile, so that the code of the last block is there.
+RAGGED = Shape(batch=2, seq=4000, q_heads=8, kv_heads=2)
 
 _TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
@@ -84,15 +97,16 @@ def short_name(instruction: str) -> str:
     return " ".join([instruction.split(".")[0], *(shape.groups() if shape else ())])
 
 
-def functions(spec: KernelSpec, device: str) -> list[tuple[Callable, tuple]]:
-    """`forward` and `backward` of the kernel with representative arguments, as shapes."""
+def functions(spec: KernelSpec, device: str, shape: Shape = RAGGED, tiles: Any = None) -> list[tuple[Callable, tuple]]:
+    """`forward` and `backward` of the kernel with representative arguments, as shapes; `tiles` of None are the defaults."""
     from eqx_attn._context import target
     from eqx_attn._kernels import load_kernel
     from eqx_attn._tuning import default_tiles
 
     module = load_kernel(spec)
-    with target(device):
-        tiles = default_tiles(spec, "bfloat16", SEQ, SEQ)
+    if tiles is None:
+        with target(device):
+            tiles = default_tiles(spec, "bfloat16", shape.seq, shape.seq)
 
     def forward(arrays, operands):
         with target(device):
@@ -102,36 +116,37 @@ def functions(spec: KernelSpec, device: str) -> list[tuple[Callable, tuple]]:
         with target(device):
             return module.backward(*arrays, out, lse, dout, dlse, operands, tiles)
 
-    out = _array(spec, Q_HEADS, spec.v_dim)
-    lse = jax.ShapeDtypeStruct((BATCH, Q_HEADS, SEQ), jnp.float32)
-    arrays, operands = _arrays(spec), _operands(spec)
+    out = _array(spec, shape, shape.q_heads, spec.v_dim)
+    lse = jax.ShapeDtypeStruct((shape.batch, shape.q_heads, shape.seq), jnp.float32)
+    arrays, operands = _arrays(spec, shape), _operands(spec, shape)
     return [(forward, (arrays, operands)), (backward, (arrays, out, lse, out, lse, operands))]
 
 
-def _arrays(spec: KernelSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _arrays(spec: KernelSpec, shape: Shape) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The arrays of a call, in the spec's layout."""
-    heads = {Layout.QKV: (Q_HEADS + 2 * KV_HEADS,), Layout.KV: (Q_HEADS, 2 * KV_HEADS)}
+    q_heads, kv_heads = shape.q_heads, shape.kv_heads
+    heads = {Layout.QKV: (q_heads + 2 * kv_heads,), Layout.KV: (q_heads, 2 * kv_heads)}
     dims = (spec.qk_dim, spec.qk_dim, spec.v_dim)
-    return tuple(
-        _array(spec, *x) for x in zip(heads.get(spec.layout, (Q_HEADS, KV_HEADS, KV_HEADS)), dims, strict=False)
-    )
+    counts = heads.get(spec.layout, (q_heads, kv_heads, kv_heads))
+    return tuple(_array(spec, shape, *x) for x in zip(counts, dims, strict=False))
 
 
-def _array(spec: KernelSpec, heads: int, dim: int) -> jax.ShapeDtypeStruct:
-    shape = (BATCH, heads, SEQ, dim) if spec.layout is Layout.BHSD else (BATCH, SEQ, heads, dim)
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+def _array(spec: KernelSpec, shape: Shape, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+    middle = (heads, shape.seq) if spec.layout is Layout.BHSD else (shape.seq, heads)
+    return jax.ShapeDtypeStruct((shape.batch, *middle, dim), jnp.bfloat16)
 
 
-def _operands(spec: KernelSpec) -> Any:
+def _operands(spec: KernelSpec, shape: Shape) -> Any:
     """One array of each kind that the spec has, the bias per head, and one map of blocks for all heads."""
     from eqx_attn._operands import BlockOperands, Operands, SegmentOperands
 
     def array(shape, dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    tokens, index = array((BATCH, SEQ), jnp.int32), array((SEQ,), jnp.int32) if spec.dropout else None
+    batch, seq, q_heads = shape.batch, shape.seq, shape.q_heads
+    tokens, index = array((batch, seq), jnp.int32), array((seq,), jnp.int32) if spec.dropout else None
     positions = None if spec.mask is MaskKind.FULL else tokens
-    map_shape = (1, 1, -(-SEQ // MAP_BLOCK), -(-SEQ // MAP_BLOCK))
+    map_shape = (1, 1, -(-seq // MAP_BLOCK), -(-seq // MAP_BLOCK))
     return Operands(
         scale=spec.qk_dim**-0.5,
         lower=-WINDOW if spec.mask is MaskKind.WINDOW else None,
@@ -140,13 +155,13 @@ def _operands(spec: KernelSpec) -> Any:
         dropout_rate=0.1 if spec.dropout else 0.0,
         bias_gradient=spec.bias,
         max_logit=spec.maxlogit,
-        heads_of_kv=KV_HEADS if spec.layout.packed else None,
+        heads_of_kv=shape.kv_heads if spec.layout.packed else None,
         segments=SegmentOperands(tokens, tokens, positions, positions) if spec.segments else None,
         blocks=BlockOperands(array(map_shape, jnp.bool_), MAP_BLOCK, MAP_BLOCK) if spec.blocks else None,
-        dense=array((BATCH, 1, SEQ, SEQ), jnp.bool_) if spec.dense else None,
-        bias=array((1, Q_HEADS, SEQ, SEQ), jnp.bfloat16) if spec.bias else None,
-        sinks=array((1, Q_HEADS), jnp.float32) if spec.sinks else None,
-        dropout_seed=array((BATCH, Q_HEADS), jnp.uint32) if spec.dropout else None,
+        dense=array((batch, 1, seq, seq), jnp.bool_) if spec.dense else None,
+        bias=array((1, q_heads, seq, seq), jnp.bfloat16) if spec.bias else None,
+        sinks=array((1, q_heads), jnp.float32) if spec.sinks else None,
+        dropout_seed=array((batch, q_heads), jnp.uint32) if spec.dropout else None,
         q_index=index,
         kv_index=index,
     )

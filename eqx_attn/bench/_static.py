@@ -1,0 +1,151 @@
+"""Compiling a function for an absent TPU with libtpu, and measuring the Pallas kernels in it."""
+
+import dataclasses
+import functools
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend
+import numpy as np
+
+from ._bundles import DUMP_FLAGS, dumped_kernels, read_schedule
+from ._steps import Steps, steps_of
+from ._tpu import GENERATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of arrays to compile. `pairs(call)` is how many scores of all heads a step of a Pallas call computes."""
+
+    function: Callable
+    arguments: tuple
+    pairs: "Callable[[PallasCall], int]"
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasCall:
+    """What a traced function says of one of its kernels. An extent of the grid is None where it depends on data.
+
+    `blocks` and `arrays` hold the shapes of each operand that is cut into blocks, by the name of the kernel's argument.
+    """
+
+    name: str
+    grid: tuple[int | None, ...]
+    semantics: tuple[str, ...]
+    blocks: dict[str, tuple[int, ...]]
+    arrays: dict[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel; `steps` is None if it multiplies no matrices, and `pairs` are the scores that a step computes."""
+
+    name: str
+    vmem: int
+    grid: tuple[int | None, ...]
+    steps: Steps | None
+    pairs: int
+
+    @property
+    def cores(self) -> int | None:
+        """How many cores share the grid; None where the number of steps depends on data."""
+        extents = [extent for extent in self.grid if extent is not None]
+        if self.steps is None or self.steps.steps is None or len(extents) < len(self.grid):
+            return None
+        return round(math.prod(extents) / self.steps.steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The kernels of a program, in the order in which they run, and how long compiling took."""
+
+    kernels: tuple[Kernel, ...]
+    compile_seconds: float
+
+
+def start_dumping() -> Path:
+    """Has libtpu, which must not be loaded yet, dump schedules into a folder of this process, and returns it."""
+    folder = Path(tempfile.mkdtemp(prefix="eqx_attn_schedules_"))
+    flags = (os.environ.get("LIBTPU_INIT_ARGS", ""), f"--xla_jf_dump_to={folder}", *DUMP_FLAGS)
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flags).strip()
+    return folder
+
+
+def measure(program: Program, device: str, folder: Path) -> Measured:
+    """Compiles and measures. `folder` is what `start_dumping` returned; it is empty afterwards."""
+    mesh = _mesh(device)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arguments = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), program.arguments
+    )
+    start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(program.function).trace(*arguments)
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    seconds = time.perf_counter() - start
+    calls = {call.name: call for call in pallas_calls(traced.jaxpr.jaxpr)}
+    dumps = dumped_kernels(folder)
+    kernels = []
+    for name, vmem in vmem_of_kernels(compiled.as_text() or ""):
+        call = calls[re.sub(r"\.\d+$", "", name)]
+        if name not in dumps:
+            raise ValueError(f"libtpu dumped no schedule of {name}; it has one of {', '.join(dumps)}")
+        steps = steps_of(read_schedule(dumps[name]), GENERATIONS[device])
+        kernels.append(Kernel(call.name, vmem, call.grid, steps, program.pairs(call) if steps else 0))
+    for path in folder.iterdir():
+        path.unlink()
+    return Measured(tuple(kernels), seconds)
+
+
+def vmem_of_kernels(hlo: str) -> Iterator[tuple[str, int]]:
+    """The Pallas kernels of a compiled TPU program and the bytes of VMEM of each, from XLA's own text."""
+    for line in hlo.splitlines():
+        if 'custom_call_target="tpu_custom_call"' not in line:
+            continue
+        name = re.match(r"\s*(?:ROOT )?%?([\w.\-]+)", line)
+        used = re.search(r'"used_scoped_memory_configs":\[(.*?)\]', line)
+        sizes = re.findall(r'"memory_space":"1".*?"size":"(\d+)"', used[1] if used else "")
+        yield name[1] if name else "?", sum(map(int, sizes))
+
+
+def pallas_calls(jaxpr: Any) -> Iterator[PallasCall]:
+    """The Pallas calls of a jaxpr, also those inside of other equations."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield _call(equation.params)
+        else:
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from pallas_calls(inner)
+
+
+def _call(params: dict[str, Any]) -> PallasCall:
+    grid = params["grid_mapping"]
+    names = params["jaxpr"].debug_info.arg_names[grid.num_index_operands :]
+    mappings = dict(zip(names, grid.block_mappings, strict=False))
+    return PallasCall(
+        name=params["name"],
+        grid=tuple(extent if isinstance(extent, int) else None for extent in grid.grid),
+        semantics=tuple(map(str, params["compiler_params"].dimension_semantics or ())),
+        blocks={name: tuple(map(_extent, mapping.block_shape)) for name, mapping in mappings.items()},
+        arrays={name: mapping.array_aval.shape for name, mapping in mappings.items()},
+    )
+
+
+def _extent(size: Any) -> int:
+    """Of a block along one axis; a squeezed axis has one."""
+    return size if isinstance(size, int) else getattr(size, "block_size", 1)
+
+
+@functools.cache
+def _mesh(device: str) -> jax.sharding.Mesh:
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=GENERATIONS[device].topology)
+    return jax.sharding.Mesh(np.array(topology.devices).reshape(-1)[:1], ("device",))
