@@ -39,13 +39,12 @@ class Work:
     def add(self, other: "Work", times: int = 1) -> None:
         """Adds `times` as much as `other`."""
         self.cycles += times * other.cycles
-        for mine, theirs in (
-            (self.matmuls, other.matmuls),
-            (self.pushes, other.pushes),
-            (self.slots, other.slots),
-        ):
+        for mine, theirs in zip(self._counts(), other._counts(), strict=True):
             for key, count in theirs.items():
                 mine[key] += times * count
+
+    def _counts(self) -> tuple[collections.Counter, ...]:
+        return self.matmuls, self.pushes, self.slots
 
 
 @dataclasses.dataclass

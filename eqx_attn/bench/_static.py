@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
@@ -22,11 +23,16 @@ from ._tpu import GENERATIONS
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of arrays to compile. `pairs(call)` is how many scores of all heads a step of a Pallas call computes."""
+    """A function of arrays to compile.
+
+    `pairs(call)` is how many scores of all heads a step of a Pallas call computes; kernels whose names `names` does not
+    match anywhere are not measured.
+    """
 
     function: Callable
     arguments: tuple
     pairs: "Callable[[PallasCall], int]"
+    names: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +100,8 @@ def measure(program: Program, device: str, folder: Path) -> Measured:
     dumps = dumped_kernels(folder)
     kernels = []
     for name, vmem in vmem_of_kernels(compiled.as_text() or ""):
+        if not re.search(program.names, name):
+            continue
         call = calls[re.sub(r"\.\d+$", "", name)]
         if name not in dumps:
             raise ValueError(f"libtpu dumped no schedule of {name}; it has one of {', '.join(dumps)}")
@@ -106,13 +114,13 @@ def measure(program: Program, device: str, folder: Path) -> Measured:
 
 def vmem_of_kernels(hlo: str) -> Iterator[tuple[str, int]]:
     """The Pallas kernels of a compiled TPU program and the bytes of VMEM of each, from XLA's own text."""
-    for line in hlo.splitlines():
-        if 'custom_call_target="tpu_custom_call"' not in line:
-            continue
-        name = re.match(r"\s*(?:ROOT )?%?([\w.\-]+)", line)
-        used = re.search(r'"used_scoped_memory_configs":\[(.*?)\]', line)
-        sizes = re.findall(r'"memory_space":"1".*?"size":"(\d+)"', used[1] if used else "")
-        yield name[1] if name else "?", sum(map(int, sizes))
+    calls = re.split(r"^(?=\s*(?:ROOT )?%\S+ = )", hlo, flags=re.MULTILINE)  # An instruction may have several lines.
+    for call in calls:
+        name = re.match(r"\s*(?:ROOT )?%(\S+)", call)
+        if name and 'custom_call_target="tpu_custom_call"' in call:
+            used = re.search(r'"used_scoped_memory_configs":(\[.*?\])', call)
+            spaces = json.loads(used[1]) if used else []
+            yield name[1], sum(int(space["size"]) for space in spaces if space["memory_space"] == "1")
 
 
 def pallas_calls(jaxpr: Any) -> Iterator[PallasCall]:

@@ -62,7 +62,7 @@ def steps_of(schedule: Schedule, generation: Generation) -> Steps | None:
     """
     if not any(region.own.matmuls for region in schedule.root.regions()):
         return None
-    loops = [region for region in schedule.root.inner if region.kind == "loop"]
+    loops = list(_outermost_loops(schedule.root))
     if not loops:
         raise ValueError("the kernel has no loop over a grid: give it two steps or more")
     grid = max(loops, key=lambda loop: loop.end - loop.start)
@@ -86,6 +86,15 @@ def steps_of(schedule: Schedule, generation: Generation) -> Steps | None:
         write_out=round(sum(block.work.cycles for block in once if block.region.start >= start)),
         trips=grid.trips,
     )
+
+
+def _outermost_loops(region: Region) -> Iterator[Region]:
+    """Those in no other; a loop whose trips depend on data is conditional."""
+    for inner in region.inner:
+        if inner.kind == "loop":
+            yield inner
+        else:
+            yield from _outermost_loops(inner)
 
 
 @dataclasses.dataclass(frozen=True)
