@@ -14,6 +14,8 @@ from jaxtyping import Array
 
 from ._map_words import bits_of_keys, words_of_map
 from ._operands import BlockOperands
+from ._pallas import across_lanes, widen
+from ._parts import Part
 from ._score_blocks import score_blocks, ScoreBlocks
 
 
@@ -40,6 +42,11 @@ class WordBlocks:
         """In a kernel: `[words, block_q]`."""
         return ref[...]
 
+    def by_part(self, ref) -> Callable[[Part], list[Array]]:
+        """In a kernel: what makes the words of a part of the block's scores, each in the scores' shape."""
+        words = [across_lanes(ref[number : number + 1]) for number in range(ref.shape[0])]
+        return lambda part: [widen(word[part.rows], part.columns.stop - part.columns.start) for word in words]
+
 
 def map_blocks(
     blocks: BlockOperands, batch: int, q_seq: int, kv_seq: int, block_q: int, block_kv: int
@@ -51,9 +58,14 @@ def map_blocks(
     return WordBlocks(batch, block_q, words), score_blocks(bits, batch, block_q, block_kv)
 
 
-def has_bit(words: Array, bits: Array) -> Array:
-    """In a kernel: whether bit `bits [block_kv, 1]` of the words `[words, block_q]` of each query is set."""
-    word = words[:1]
-    for number in range(1, words.shape[0]):
-        word = jnp.where(bits >> 5 == number, words[number : number + 1], word)
+def has_bit(words: Array | list[Array], bits: Array) -> Array:
+    """In a kernel: whether bit `bits` (of each key) of the words of each query is set.
+
+    They are `[block_kv, 1]` and `[words, block_q]`, or of a part of the scores `[1, columns]` and its `by_part`.
+    """
+    if not isinstance(words, list):
+        words = [words[number : number + 1] for number in range(words.shape[0])]
+    word = words[0]
+    for number in range(1, len(words)):
+        word = jnp.where(bits >> 5 == number, words[number], word)
     return (word >> (bits & 31)) & 1 == 1

@@ -89,12 +89,20 @@ def shared_index(batch: int, entries: int):
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The tile of one kernel: query rows and key rows per step and, for Triton, warps and pipeline stages."""
+    """The tile of one kernel: query rows and key rows per step.
+
+    For Triton, warps and pipeline stages. For the TPU, the size of the tiles within a step, and how many tiles the first
+    products of a tile are ahead of its weights (`lead`) and the last ones behind (`lag`).
+    """
 
     block_q: int
     block_kv: int
     num_warps: int = 4
     num_stages: int = 2
+    inner_q: int = 256
+    inner_kv: int = 256
+    lead: int = 1
+    lag: int = 2
 
 
 @dataclasses.dataclass(frozen=True)

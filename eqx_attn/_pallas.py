@@ -9,10 +9,16 @@ from jaxtyping import Array
 from . import _dropout
 from ._context import interpreting
 from ._operands import SegmentOperands
-from ._tuning_tpu import fit_block as fit_block, LANES
+from ._tuning_tpu import fit_block as fit_block, fit_chunk as fit_chunk, LANES
 
 VMEM_LIMIT_BYTES = 48 * 2**20
 """What a kernel may use of a core's vector memory: 64 MiB on a v5p and a TPU7x, 128 MiB on a v5e and a v6e."""
+
+SAMPLE = 256
+"""Of how many keys the maximum is taken that a query starts with in the forward."""
+
+OVERFLOW = 2.0**100
+"""Where the sum of a query's weights reaches this, their maximum is taken anew: float32 ends at 2.0**128."""
 
 
 def interpret_params() -> pltpu.InterpretParams | bool:
@@ -38,6 +44,16 @@ def column(row: Array) -> Array:
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
+def across_lanes(row: Array) -> Array:
+    """In a kernel: `row [1, n]` of 32-bit values as `[n, 128]`, from lanes to sublanes, in all lanes the same."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def widen(x: Array, width: int) -> Array:
+    """In a kernel: the result of `across_lanes`, or some rows of it, as `[n, width]`."""
+    return x if width == LANES else jnp.tile(x, (1, width // LANES))
+
+
 def zero_tail(x: Array, block: Array, seq: int) -> Array:
     """In a kernel: block number `block` of an array of `seq` rows, with 0 beyond the array's end.
 
@@ -53,6 +69,11 @@ def dot(a: Array, b: Array, axes: tuple[int, int], precision: lax.Precision) -> 
     """In a kernel: the product of two matrices, summed over axis `axes[0]` of `a` and `axes[1]` of `b`, in float32."""
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def cut(rows: int, size: int) -> list[slice]:
+    """`rows` rows as slices of `size`, the last of what is left."""
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def pad_segments(segments: SegmentOperands, q_rows: int, kv_rows: int) -> tuple[Array, ...]:

@@ -15,7 +15,8 @@ from jaxtyping import Array
 
 from . import _dropout
 from ._operands import Operands
-from ._pallas import column
+from ._pallas import across_lanes, column, widen
+from ._parts import Part
 from ._tuning_tpu import LANES
 
 
@@ -59,16 +60,40 @@ class ScoreBlocks:
 
         return pl.BlockSpec((None, None, *self.block_shape), index)
 
-    def tile(self, ref) -> Array:
-        """In a kernel: the block as `[block_kv or 1, block_q or 1]`, in 32 bits; booleans stay booleans."""
-        x = ref[...]
-        is_mask = x.dtype == jnp.int8
-        if x.dtype.itemsize < 4:
-            x = x.astype(jnp.int32 if is_mask else jnp.float32)
+    def tile(self, ref, queries: slice | Any = slice(None), keys: slice | Any = slice(None)) -> Array:
+        """In a kernel: the block, or part of it, as `[keys or 1, queries or 1]`, in 32 bits; booleans stay booleans."""
+        x = self._wide(ref[self._part(queries, keys)])
         _, _, rows, columns = self.shape
         if columns > 1:
             x = x.T if rows > 1 else column(x)
-        return x != 0 if is_mask else x
+        return self._flag(x)
+
+    def by_part(self, ref) -> Callable[[Part], Array]:
+        """In a kernel: what makes the values of a part of the block's scores, as `tile` but `[rows or 1, columns or 1]`."""
+        _, _, rows, columns = self.shape
+        if columns == 1 and rows > 1:
+            of_queries = across_lanes(self._wide(ref[...]))
+            return lambda part: self._flag(widen(of_queries[part.rows], part.columns.stop - part.columns.start))
+        if columns == 1:
+            return lambda part: self._flag(self._wide(ref[...]))
+        return lambda part: self._flag(self._wide(ref[part.rows if rows > 1 else slice(None), part.columns]))
+
+    def _wide(self, x: Array) -> Array:
+        """In 32 bits."""
+        return x if x.dtype.itemsize == 4 else x.astype(jnp.int32 if self._is_mask else jnp.float32)
+
+    def _flag(self, x: Array) -> Array:
+        return x != 0 if self._is_mask else x
+
+    @property
+    def _is_mask(self) -> bool:
+        return self.array.dtype == jnp.int8
+
+    def _part(self, queries, keys):
+        _, _, rows, columns = self.shape
+        if rows > 1 and columns > 1:
+            return queries, keys
+        return slice(None), keys if columns > 1 else queries if rows > 1 else slice(None)
 
     def summed(self, scores: Array) -> Array:
         """In a kernel: `[block_kv, block_q]`, summed to the shape of `tile`."""

@@ -25,14 +25,26 @@ def fit_block(block: int, seq: int, map_block: int | None = None) -> int:
     return -(-seq // (blocks * LANES)) * LANES
 
 
+def fit_chunk(block_q: int, block_kv: int) -> int:
+    """The rows of equal chunks of a block of keys: a multiple of 128, with at most 2**20 scores where that is possible."""
+    sizes = [size for size in range(LANES, block_kv + 1, LANES) if block_kv % size == 0]
+    return max((size for size in sizes if size * block_q <= 2**20), default=sizes[0])
+
+
 def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> Tiles:
     """The tiles that `spec` runs with unless a tuned table says otherwise.
 
-    From static schedules (benchmarks/NOTES.md): larger tiles keep the matrix unit busier, up to 2048 rows, but a mask
-    wastes more of a larger tile, and compilation takes longer: much longer for float32, whose products are made of six.
-    No generation and no head dim asks for a choice of its own; kernels shrink a tile to the sequence.
+    From static schedules (benchmarks/NOTES.md): larger blocks keep the matrix unit busier, up to 2048 rows, but a mask
+    wastes more of a larger block, and compilation takes longer: much longer for float32, whose products are made of six.
+    No generation asks for a choice of its own; kernels shrink a block to the sequence.
     """
     if dtype == "float32":
-        return Tiles(Tile(512, 512), Tile(512, 512), Tile(512, 512))
-    whole = spec.mask is MaskKind.FULL and not spec.segments
-    return Tiles(Tile(2048, 512) if whole else Tile(1024, 1024), Tile(1024, 1024), Tile(1024, 1024))
+        small = Tile(512, 512)
+        return Tiles(small, small, small)
+    exact = spec.segments or spec.blocks or spec.bias or spec.dense or spec.maxlogit
+    inner_q, inner_kv = (512, 256) if max(spec.qk_dim, spec.v_dim) <= 64 else (256, 512)
+    if spec.mask is MaskKind.FULL and not exact:
+        forward = Tile(2048, 2048, inner_q=inner_q, inner_kv=inner_kv)
+    else:
+        forward = Tile(1024, 2048 if spec.mask is MaskKind.CAUSAL and not exact else 1024, inner_q=512)
+    return Tiles(forward, Tile(1024, 1024), Tile(1024, 1024))

@@ -36,7 +36,7 @@ class Visits:
     With a map of blocks `heads` of the examples are the heads of one entry, which `shared` examples of the batch share:
     `example` tells which one is that of an example and a head.
 
-    `block`, `whole` and `partial` are for index maps and kernels: they read the table, there a reference to scalar
+    `block`, `visited`, `whole` and `partial` are for index maps and kernels: they read the table, there a reference to scalar
     memory, at a row's step.
     """
 
@@ -66,11 +66,11 @@ class Visits:
 
     def whole(self, table, row, step, example=0):
         """Whether this step visits a block of which every score is seen."""
-        return self._visited(table, row, step, example) & (self._entry(table, row, step, example) & 1 == 0)
+        return self.visited(table, row, step, example) & (self._entry(table, row, step, example) & 1 == 0)
 
     def partial(self, table, row, step, example=0):
         """Whether this step visits a block of which some scores are hidden."""
-        return self._visited(table, row, step, example) & (self._entry(table, row, step, example) & 1 == 1)
+        return self.visited(table, row, step, example) & (self._entry(table, row, step, example) & 1 == 1)
 
     def states(self) -> np.ndarray:
         """`[examples, rows, blocks]`: 0 where a block is not visited, 1 partial, 2 whole. Not under a trace."""
@@ -92,7 +92,8 @@ class Visits:
         step = step if self.join == 1 else step // self.join
         return table[self._start(row, example) + 1 + jnp.minimum(step, self.width - 1)]
 
-    def _visited(self, table, row, step, example):
+    def visited(self, table, row, step, example=0):
+        """Whether this step visits a block."""
         count = table[self._start(row, example)]
         if self.join == 1:
             return step < count

@@ -17,9 +17,11 @@ from oracle import jit
 
 from codegen.render import render
 from codegen.spec import KernelSpec
-from eqx_attn import _visits
-from eqx_attn._context import interpret
+from eqx_attn import _vector_memory, _visits
+from eqx_attn._context import interpret, target
 from eqx_attn._operands import Operands, SegmentOperands, Tile, Tiles
+from eqx_attn._query_sums import FetchedSums, query_sums, ResidentSums
+from eqx_attn._vector_memory import vmem_limit_bytes
 
 TILES = Tiles(Tile(128, 128), Tile(128, 128), Tile(128, 128))
 
@@ -143,11 +145,13 @@ def check(name: str, case: Case, tiles: Tiles = TILES, dtype="float32") -> dict[
 def tolerance(case: Case, key: str, dtype: str) -> float:
     """Relative to the largest element: sums of up to `length` float32 terms, and two roundings to a smaller dtype.
 
-    One rounding is that of the weights (or of their gradient) before a product, the other that of the result.
+    One rounding is that of the weights (or of their gradient) before a product, the other that of the result. The
+    exponential makes the rounding of a score, which is relative, an absolute error: large scores count instead.
     """
+    score = case.operands.scale * np.abs(np.einsum("bhqd,bkd->bhqk", case.q, case.k[:, 0])).max()
     length = max(case.q.shape[1] // case.k.shape[1] * case.q.shape[2], case.k.shape[2])
     halves = 2 if dtype == "bfloat16" and key != "lse" else 0
-    return halves * 2.0**-8 + max(8.0, math.sqrt(length)) * 2.0**-23
+    return halves * 2.0**-8 + max(8.0, math.sqrt(length), score) * 2.0**-23
 
 
 def ids(generator, batch, seq, count):
@@ -219,6 +223,17 @@ def test_unequal_tiles():
     check("bhsd_window_qk64_v64", make(8, 300, 400, 64, 64, heads=(1, 1), lower=-100, upper=2**30), tiles)
 
 
+@pytest.mark.parametrize(
+    "name, growth", [("bhsd_full_qk64_v64", 60), ("bhsd_full_qk64_v64", 1 / 60), ("bhsd_causal_qk64_v64", 60)]
+)
+def test_scores_that_outgrow_the_first_ones(name, growth):
+    """Weights against the maximum of the first keys overflow, also in the last block, which is cut to its length."""
+    case = make(15, 200, 1100, 64, 64, **dict(upper=900) if "causal" in name else {})
+    case = dataclasses.replace(case, k=case.k * np.linspace(1, growth, 1100)[:, None])
+    forward = Tile(256, 512, inner_q=128, inner_kv=128, lead=2, lag=1)
+    check(name, case, dataclasses.replace(TILES, forward=forward))
+
+
 def test_cross_attention_with_other_segments():
     q_ids = np.repeat([[1, 2, 2, 2, 2, 3, 3, 3]], 16, axis=1)
     kv_ids = np.repeat([[1, 1, 1, 2, 2, 2, 3, 3]], 16, axis=1)
@@ -278,6 +293,33 @@ def test_joined_blocks(monkeypatch):
     segments = segments_of(q_ids, q_ids, True)
     check("bhsd_causal_qk64_v64", make(13, 300, 300, 64, 64, heads=(1, 1), upper=-20))
     check("bhsd_causal_qk64_v64_segments", make(13, 300, 300, 64, 64, heads=(1, 1), upper=0, segments=segments))
+
+
+@pytest.mark.parametrize(
+    "name, q_seq, heads", [("bshd_window_qk128_v128", 300, (2, 1)), ("bhsd_full_qk64_v64", 100, (1, 1))]
+)
+def test_sums_that_do_not_fit_vector_memory(monkeypatch, name, q_seq, heads):
+    """With several heads and blocks of queries, some of them visited by no block of keys; and with one for all steps."""
+    monkeypatch.setattr(_vector_memory, "_MIB", {"v6e": 0})
+    dim = KernelSpec.from_name(f"pallas_tpu/{name}").qk_dim
+    bounds = dict(lower=-100, upper=-20) if "window" in name else {}
+    check(name, make(16, q_seq, 200, dim, dim, heads=heads, batch=2, **bounds))
+
+
+@pytest.mark.parametrize("q_seq, resident", [(48 * 1024, True), (49 * 1024, False)])
+def test_sums_are_resident_where_they_fit_half(q_seq, resident):
+    """On a v6e: 96 MiB to use, and 512 bytes for a query of each of 2 heads."""
+    with target("v6e"):
+        limit = vmem_limit_bytes()
+    sizes = dict(batch=1, kv_heads=1, group=2, q_seq=q_seq, block_q=1024, dim=128, dtype="bfloat16", scale=1.0)
+    sums = query_sums(limit=limit, columns=False, **sizes)
+    assert isinstance(sums, ResidentSums if resident else FetchedSums)
+
+
+def test_vector_memory_of_an_unknown_device_is_the_smallest():
+    with target("v4"):
+        smallest = vmem_limit_bytes()
+    assert vmem_limit_bytes() == smallest == 12 * 2**20
 
 
 def test_x64():

@@ -1,14 +1,14 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bhsd_window_qk128_v128_segments
-# digest: bd06f42cd5cb4949
+# digest: 6b3be8c09d241163
 """Sliding-window attention within segments on a TPU, forward and backward.
 
 Query [batch, q_heads, q_seq, 128], key [batch, kv_heads, kv_seq, 128], value [batch, kv_heads, kv_seq, 128].
 
 The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward keeps a running softmax over blocks of
-keys; the backward recomputes the scores, once for the gradient of the queries and once for those of keys and values.
-Scores are held transposed, [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory,
-and maxima and sums over keys need no exchange between lanes.
+keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
+[block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
+keys need no exchange between lanes.
 
 A token sees only tokens of its own id. Which blocks a block visits, and which of those need a mask, is a table in
 scalar memory, made from each block's least and greatest id and position; nothing is loaded for a block with nothing to
@@ -19,20 +19,32 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from eqx_attn._device import (
+    across_lanes,
     column,
+    cut,
     dot,
     fit_block,
+    fit_chunk,
+    in_turns,
     interpret_params,
     matmul_precision,
+    OVERFLOW,
     pad_rows,
     pad_segments,
+    parts_of_block,
+    query_sums,
+    SAMPLE,
     segment_kv_visits,
     segment_q_visits,
     VMEM_LIMIT_BYTES,
+    vmem_limit_bytes,
+    widen,
+    zero_tail,
 )
 
 SPEC = "pallas_tpu/bhsd_window_qk128_v128_segments"
@@ -61,6 +73,8 @@ def forward(q, k, v, operands, tiles):
             scale=operands.scale,
             lower=operands.lower,
             upper=operands.upper,
+            q_seq=q_seq,
+            tile=tiles.forward,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -73,9 +87,12 @@ def forward(q, k, v, operands, tiles):
             in_specs=[tokens, queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM)],
             out_specs=(queries(HEAD_DIM), rows),
             scratch_shapes=[
-                pltpu.VMEM((HEAD_DIM, block_q), jnp.float32),
+                pltpu.VMEM((2, HEAD_DIM, block_q), jnp.float32),
                 pltpu.VMEM((1, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((2, 1, block_q), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -105,11 +122,16 @@ def _forward_kernel(
     acc_ref,
     max_ref,
     sum_ref,
+    slot_ref,
+    queries_ref,
+    values_ref,
     *,
     visits,
     scale,
     lower,
     upper,
+    q_seq,
+    tile,
     precision,
 ):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
@@ -117,26 +139,84 @@ def _forward_kernel(
 
     @pl.when(step == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
         max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        slot_ref[0] = 0
+        acc_ref[0] = jnp.zeros(acc_ref.shape[1:], jnp.float32)  # [head_dim, block_q]
+        sum_ref[0] = jnp.zeros(sum_ref.shape[1:], jnp.float32)  # [1, block_q]
+        queries_ref[...] = zero_tail(q_ref[...], q_block, q_seq).T
+
+    block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+    chunk = fit_chunk(block_q, block_kv)
+    chunks = block_kv // chunk
 
     def attend(partial):
-        v = v_ref[...]
-        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        if partial:
-            s = jnp.where(_keep(tokens, lower, upper), s, HIDDEN)
-            v = _zero_padding(v, tokens)
-        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-        correction = jnp.exp2(max_ref[...] - row_max)
-        p = jnp.exp2(s - row_max)
-        max_ref[...] = row_max
-        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+        """Chunks of keys one after the other, each with the maximum of all keys so far."""
+        slot = slot_ref[0]
+
+        def attend_chunk(number, _):
+            keys = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
+            v = v_ref[keys]
+            s = dot(k_ref[keys], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)  # [chunk, block_q]
+            if partial:
+                s = jnp.where(_keep(tokens, lower, upper, keys), s, HIDDEN)
+                v = _zero_padding(v, tokens, keys)
+            row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+            correction = jnp.exp2(max_ref[...] - row_max)
+            p = jnp.exp2(s - row_max)
+            max_ref[...] = row_max
+            sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
+            acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+            return 0
+
+        lax.fori_loop(0, chunks, attend_chunk, 0)
+
+    def attend_whole():
+        """Tiles of scores, the products of one beside the weights of another, against a maximum from before this block."""
+        end = block_kv
+        old, new = slot_ref[0], 1 - slot_ref[0]
+
+        @pl.when(jnp.min(max_ref[...]) == HIDDEN)
+        def _():
+            # Queries that have seen nothing yet start with the maximum over the first keys of the block.
+            s = dot(k_ref[:SAMPLE], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
+            highest = jnp.max(s, axis=0, keepdims=True)
+            max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
+
+        values_ref[...] = v_ref[...].T
+        tiles = [(queries, keys) for queries in cut(block_q, tile.inner_q) for keys in cut(end, tile.inner_kv)]
+        products, weights = {}, {}
+        for turn in range(-tile.lead, len(tiles) + tile.lag):
+            if turn >= tile.lag:
+                queries, keys = tiles[turn - tile.lag]
+                acc = acc_ref[old, :, queries] if keys.start == 0 else acc
+                acc = acc + dot(values_ref[:, keys], weights.pop(turn - tile.lag), (1, 0), precision)
+                if keys.stop == end:
+                    acc_ref[new, :, queries] = acc  # [head_dim, inner_q]
+            if turn + tile.lead < len(tiles):
+                queries, keys = tiles[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[keys], queries_ref[:, queries], (1, 0), precision)
+            if 0 <= turn < len(tiles):
+                queries, keys = tiles[turn]
+                s = products.pop(turn) * (scale * LOG2_E)  # [inner_kv, inner_q]
+                p = jnp.exp2(s - max_ref[:, queries])
+                total = sum_ref[old, :, queries] if keys.start == 0 else total
+                total = total + jnp.sum(p, axis=0, keepdims=True)
+                if keys.stop == end:
+                    sum_ref[new, :, queries] = total
+                weights[turn] = p.astype(v_ref.dtype)
+        fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
+
+        @pl.when(fits)
+        def _():
+            slot_ref[0] = new
+
+        @pl.when(~fits)
+        def _():
+            attend(partial=False)
 
     @pl.when(visits.whole(visits_ref, q_block, step, example))
     def _():
-        attend(partial=False)
+        attend_whole()
 
     @pl.when(visits.partial(visits_ref, q_block, step, example))
     def _():
@@ -144,9 +224,10 @@ def _forward_kernel(
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _():
+        acc, total = acc_ref[slot_ref[0]], sum_ref[slot_ref[0]]
         sees = max_ref[...] > HIDDEN
-        out_ref[...] = jnp.where(sees, acc_ref[...] / sum_ref[...], 0.0).T.astype(out_ref.dtype)
-        lse_ref[...] = jnp.where(sees, (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E, -jnp.inf)
+        out_ref[...] = jnp.where(sees, acc / total, 0.0).T.astype(out_ref.dtype)
+        lse_ref[...] = jnp.where(sees, (max_ref[...] + jnp.log2(total)) / LOG2_E, -jnp.inf)
 
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
@@ -157,42 +238,69 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     sees = lse > -jnp.inf
     delta = jnp.where(sees, delta, 0.0)
     lse = jnp.where(sees, lse * LOG2_E, BLIND)
-    dq = _query_gradient(q, k, v, dout, lse, delta, operands, tiles.dq)
-    dk, dv = _key_value_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
+    dq, dk, dv = _array_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
     return dq, dk, dv
 
 
-def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
-    """Each block of queries goes over the blocks of keys that it sees."""
+def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
+    """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
     batch, q_heads, q_seq, _ = q.shape
     _, kv_heads, kv_seq, _ = k.shape
     block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
     q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
-    visits = segment_kv_visits(operands.segments, block_q, block_kv, lower=operands.lower, upper=operands.upper)
-    queries, keys, rows, tokens = _query_blocks(block_q, block_kv, q_heads // kv_heads, visits)
-    dq = pl.pallas_call(
+    group = q_heads // kv_heads
+    visits = segment_q_visits(operands.segments, block_q, block_kv, lower=operands.lower, upper=operands.upper)
+    queries, keys, rows, tokens = _key_blocks(block_q, block_kv, group, visits)
+    sums = query_sums(
+        batch=batch,
+        kv_heads=kv_heads,
+        group=group,
+        q_seq=q_seq,
+        block_q=block_q,
+        dim=HEAD_DIM,
+        dtype=operands.out_dtype or q.dtype,
+        scale=operands.scale,
+        columns=False,
+        limit=vmem_limit_bytes(),
+    )
+    dq, dk, dv = pl.pallas_call(
         functools.partial(
-            _dq_kernel,
+            _backward_kernel,
             visits=visits,
             scale=operands.scale,
             lower=operands.lower,
             upper=operands.upper,
+            sums=sums,
             precision=matmul_precision(q.dtype),
+            parts=parts_of_block(tile, block_q, block_kv),
+            partial_parts=parts_of_block(tile, block_q, block_kv, whole=False),
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), operands.out_dtype or q.dtype),
+        out_shape=(
+            sums.shape,
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or k.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or v.dtype),
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch, q_heads, q_blocks, visits.steps),
+            grid=(batch, kv_heads, kv_blocks, group, visits.steps),
             in_specs=[tokens, queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
-            out_specs=queries(HEAD_DIM),
-            scratch_shapes=[pltpu.VMEM((HEAD_DIM, block_q), jnp.float32)],
+            out_specs=(pl.BlockSpec(memory_space=pl.ANY), keys(HEAD_DIM), keys(HEAD_DIM)),
+            scratch_shapes=[
+                pltpu.VMEM((HEAD_DIM, block_kv), k.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), dout.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
+                pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
+                sums.scratch,
+            ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
-        name="attention_dq",
+        name="attention_backward",
     )(
         visits.table,
         pad_segments(operands.segments, q_blocks * block_q, kv_blocks * block_kv),
@@ -203,10 +311,14 @@ def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
         pad_rows(lse, q_blocks * block_q, BLIND),
         pad_rows(delta, q_blocks * block_q, 0.0),
     )
-    return dq
+    return (
+        sums.result(dq),
+        dk,
+        dv,
+    )
 
 
-def _dq_kernel(
+def _backward_kernel(
     visits_ref,
     tokens,
     q_ref,
@@ -216,168 +328,127 @@ def _dq_kernel(
     lse_ref,
     delta_ref,
     dq_ref,
-    acc_ref,
-    *,
-    visits,
-    scale,
-    lower,
-    upper,
-    precision,
-):
-    """One step of one block of queries: one block of keys into the queries' gradient."""
-    example, q_block, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-
-    @pl.when(step == 0)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
-
-    def accumulate(partial):
-        k = k_ref[...]
-        s = dot(k, q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        p = jnp.exp2(s - lse_ref[...])
-        dp = dot(v_ref[...], dout_ref[...], (1, 1), precision)
-        ds = p * (dp - delta_ref[...])
-        if partial:
-            ds = jnp.where(_keep(tokens, lower, upper), ds, 0.0)
-            k = _zero_padding(k, tokens)
-        acc_ref[...] += dot(k, ds.astype(k.dtype), (0, 0), precision)
-
-    @pl.when(visits.whole(visits_ref, q_block, step, example))
-    def _():
-        accumulate(partial=False)
-
-    @pl.when(visits.partial(visits_ref, q_block, step, example))
-    def _():
-        accumulate(partial=True)
-
-    @pl.when(step == pl.num_programs(3) - 1)
-    def _():
-        dq_ref[...] = (acc_ref[...] * scale).T.astype(dq_ref.dtype)
-
-
-def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
-    """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
-    batch, q_heads, q_seq, _ = q.shape
-    _, kv_heads, kv_seq, _ = k.shape
-    block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
-    q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
-    group = q_heads // kv_heads
-    visits = segment_q_visits(operands.segments, block_q, block_kv, lower=operands.lower, upper=operands.upper)
-    queries, keys, rows, tokens = _key_blocks(block_q, block_kv, group, visits)
-    dk, dv = pl.pallas_call(
-        functools.partial(
-            _dkv_kernel,
-            visits=visits,
-            scale=operands.scale,
-            lower=operands.lower,
-            upper=operands.upper,
-            precision=matmul_precision(q.dtype),
-        ),
-        out_shape=(
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or v.dtype),
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, kv_heads, kv_blocks, group, visits.steps),
-            in_specs=[tokens, queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
-            out_specs=(keys(HEAD_DIM), keys(HEAD_DIM)),
-            scratch_shapes=[
-                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
-                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
-        ),
-        interpret=interpret_params(),
-        name="attention_dkv",
-    )(
-        visits.table,
-        pad_segments(operands.segments, q_blocks * block_q, kv_blocks * block_kv),
-        q,
-        k,
-        v,
-        dout,
-        pad_rows(lse, q_blocks * block_q, BLIND),
-        pad_rows(delta, q_blocks * block_q, 0.0),
-    )
-    return dk, dv
-
-
-def _dkv_kernel(
-    visits_ref,
-    tokens,
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    lse_ref,
-    delta_ref,
     dk_ref,
     dv_ref,
+    k_t_ref,
+    v_t_ref,
+    q_t_ref,
+    dout_t_ref,
     dk_acc_ref,
     dv_acc_ref,
+    sums_refs,
     *,
     visits,
     scale,
     lower,
     upper,
+    sums,
     precision,
+    parts,
+    partial_parts,
 ):
-    """One step of one block of keys: one block of one head's queries into the gradients of keys and values."""
+    """One step of one block of keys: one block of one head's queries into all gradients.
+
+    Scores are [queries, keys] here; keys, values and all sums are transposed, so that of the five products only the one
+    for dq, k^T ds^T, takes its second matrix transposed.
+    """
     example, kv_block, step = pl.program_id(0), pl.program_id(2), pl.program_id(4)
+    q_block = visits.block(visits_ref, kv_block, step, example)
+    starts = (pl.program_id(3) == 0) & (step == 0)
+    ends = (pl.program_id(3) == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1)
 
-    @pl.when((pl.program_id(3) == 0) & (step == 0))
+    @pl.when(starts & (kv_block == 0))
     def _():
-        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [block_kv, head_dim]
-        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [block_kv, head_dim]
+        sums.clear(dq_ref, sums_refs)
 
-    def accumulate(partial):
-        q, k, v, dout = q_ref[...], k_ref[...], v_ref[...], dout_ref[...]
+    @pl.when(starts)
+    def _():
+        k_t_ref[...] = _zero_padding(k_ref[...], tokens).T  # [head_dim, block_kv]
+        v_t_ref[...] = _zero_padding(v_ref[...], tokens).T  # [head_dim, block_kv]
+        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
+        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
+
+    def accumulate(parts, partial):
+        step_sums = sums.fetch(dq_ref, sums_refs, q_block)
+        q, dout = q_ref[...], dout_ref[...]
+        lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
         if partial:
             # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
-            sees = column(lse_ref[...]) < BLIND  # [block_q, 1]
+            sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
-            k, v = _zero_padding(k, tokens), _zero_padding(v, tokens)
-        s = dot(k, q, (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        p = jnp.exp2(s - lse_ref[...])
-        if partial:
-            p = jnp.where(_keep(tokens, lower, upper), p, 0.0)
-        dp = dot(v, dout, (1, 1), precision)
-        ds = p * (dp - delta_ref[...])
-        dv_acc_ref[...] += dot(p.astype(dout.dtype), dout, (1, 0), precision)
-        dk_acc_ref[...] += dot(ds.astype(q.dtype), q, (1, 0), precision)
+            q_ids, q_positions = across_lanes(tokens[0][...]), across_lanes(tokens[2][...])
+        q_t_ref[...], dout_t_ref[...] = q.T, dout.T
+
+        def score(part):
+            return dot(q[part.rows], k_t_ref[:, part.columns], (1, 0), precision)
+
+        def score_of_dout(part):
+            return dot(dout[part.rows], v_t_ref[:, part.columns], (1, 0), precision)
+
+        def weigh(part, s, dp):
+            row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
+            s = s * (scale * LOG2_E)
+            if not part.whole:
+                s = jnp.where(_keep_part(part, q_ids, q_positions, tokens, lower, upper), s, HIDDEN)
+            p = jnp.exp2(s - row_lse)
+            ds = p * (dp - row_delta)
+            return p.astype(dout.dtype), ds.astype(q.dtype)
+
+        def add_dv(part, weights):
+            dv_acc_ref[:, part.columns] += dot(dout_t_ref[:, part.rows], weights[0], (1, 0), precision)
+
+        def add_dk(part, weights):
+            dk_acc_ref[:, part.columns] += dot(q_t_ref[:, part.rows], weights[1], (1, 0), precision)
+
+        def add_dq(part, weights):
+            step_sums.add(part.rows, dot(k_t_ref[:, part.columns], weights[1], (1, 1), precision))
+
+        in_turns(parts, (score, score_of_dout), weigh, (add_dv, add_dk, add_dq))
+        step_sums.store()
 
     @pl.when(visits.whole(visits_ref, kv_block, step, example))
     def _():
-        accumulate(partial=False)
+        accumulate(parts, partial=False)
 
     @pl.when(visits.partial(visits_ref, kv_block, step, example))
     def _():
-        accumulate(partial=True)
+        accumulate(partial_parts, partial=True)
 
-    @pl.when((pl.program_id(3) == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1))
+    @pl.when(ends)
     def _():
-        dk_ref[...] = (dk_acc_ref[...] * scale).astype(dk_ref.dtype)
-        dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
+        dk_ref[...] = (dk_acc_ref[...] * scale).T.astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc_ref[...].T.astype(dv_ref.dtype)
+
+    @pl.when(ends & (kv_block == pl.num_programs(2) - 1))
+    def _():
+        sums.finish(dq_ref, sums_refs)
 
 
-def _keep(tokens, lower, upper):
-    """Which scores of a block survive, [block_kv, block_q]."""
-    q_ids_ref, kv_ids_ref, q_positions_ref, kv_positions_ref = tokens
-    q_ids, kv_ids = q_ids_ref[...], column(kv_ids_ref[...])
-    q_positions, kv_positions = q_positions_ref[...], column(kv_positions_ref[...])
+def _keep_part(part, q_ids, q_positions, tokens, lower, upper):
+    """Which scores of a part of a block survive, [queries, keys]."""
+    kv_ids, kv_positions = tokens[1][:, part.columns], tokens[3][:, part.columns]
+    q_ids = widen(q_ids[part.rows], kv_ids.shape[1])
+    q_positions = widen(q_positions[part.rows], kv_ids.shape[1])
     keep = q_ids == kv_ids
     keep &= kv_positions >= q_positions + lower
     keep &= kv_positions <= q_positions + upper
     return keep
 
 
-def _zero_padding(x, tokens):
+def _keep(tokens, lower, upper, keys=slice(None)):
+    """Which scores of a block survive, [block_kv, block_q]."""
+    q_ids_ref, kv_ids_ref, q_positions_ref, kv_positions_ref = tokens
+    q_ids, kv_ids = q_ids_ref[...], column(kv_ids_ref[:, keys])
+    q_positions, kv_positions = q_positions_ref[...], column(kv_positions_ref[:, keys])
+    keep = q_ids == kv_ids
+    keep &= kv_positions >= q_positions + lower
+    keep &= kv_positions <= q_positions + upper
+    return keep
+
+
+def _zero_padding(x, tokens, keys=slice(None)):
     """A block of keys or values with 0 for padding, which may hold anything, and even a weight of 0 keeps no NaN out."""
-    return jnp.where(column(tokens[1][...]) > 0, x, 0)
+    return jnp.where(column(tokens[1][:, keys]) > 0, x, 0)
 
 
 def _query_blocks(block_q, block_kv, group, visits):

@@ -1,15 +1,15 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk256_v256
-# digest: 00c0a1c3cbe5dcb7
+# digest: 1e3e917b2617841a
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 256], key [batch, kv_seq, kv_heads, 256], value [batch, kv_seq, kv_heads, 256].
 The kernels read a head as 256 columns of [batch, seq, heads * dim]; nothing is transposed.
 
 The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward keeps a running softmax over blocks of
-keys; the backward recomputes the scores, once for the gradient of the queries and once for those of keys and values.
-Scores are held transposed, [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory,
-and maxima and sums over keys need no exchange between lanes.
+keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
+[block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
+keys need no exchange between lanes.
 """
 
 import functools
@@ -21,13 +21,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from eqx_attn._device import (
-    column,
+    across_lanes,
+    cut,
     dot,
     fit_block,
+    fit_chunk,
+    in_turns,
     interpret_params,
     matmul_precision,
+    OVERFLOW,
     pad_rows,
+    parts_before_end,
+    parts_of_block,
+    query_sums,
+    SAMPLE,
     VMEM_LIMIT_BYTES,
+    vmem_limit_bytes,
+    widen,
     zero_tail,
 )
 
@@ -53,7 +63,9 @@ def forward(q, k, v, operands, tiles):
         functools.partial(
             _forward_kernel,
             scale=operands.scale,
+            q_seq=q_seq,
             kv_seq=kv_seq,
+            tile=tiles.forward,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -65,9 +77,12 @@ def forward(q, k, v, operands, tiles):
             in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM)],
             out_specs=(queries(HEAD_DIM), rows),
             scratch_shapes=[
-                pltpu.VMEM((HEAD_DIM, block_q), jnp.float32),
+                pltpu.VMEM((2, HEAD_DIM, block_q), jnp.float32),
                 pltpu.VMEM((1, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((2, 1, block_q), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -84,43 +99,115 @@ def forward(q, k, v, operands, tiles):
     return out.reshape(batch, q_seq, q_heads, HEAD_DIM), lse[:, :, 0, :q_seq]
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, acc_ref, max_ref, sum_ref, *, scale, kv_seq, precision):
+def _forward_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    out_ref,
+    lse_ref,
+    acc_ref,
+    max_ref,
+    sum_ref,
+    slot_ref,
+    queries_ref,
+    values_ref,
+    *,
+    scale,
+    q_seq,
+    kv_seq,
+    tile,
+    precision,
+):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
     kv_block = pl.program_id(3)
 
     @pl.when(kv_block == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
-        max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        slot_ref[0] = 0
+        acc_ref[0] = jnp.zeros(acc_ref.shape[1:], jnp.float32)  # [head_dim, block_q]
+        sum_ref[0] = jnp.zeros(sum_ref.shape[1:], jnp.float32)  # [1, block_q]
+        queries_ref[...] = zero_tail(q_ref[...], pl.program_id(2), q_seq).T
+        # Queries start with the maximum over the first keys.
+        s = dot(k_ref[: min(kv_seq, SAMPLE)], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
+        max_ref[...] = jnp.max(s, axis=0, keepdims=True)  # [1, block_q]
+
+    block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+    chunk = fit_chunk(block_q, block_kv)
+    chunks = block_kv // chunk
 
     def attend(partial):
-        v = v_ref[...]
-        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        if partial:
-            s = jnp.where(_keep(kv_block, s.shape, kv_seq), s, HIDDEN)
-            v = zero_tail(v, kv_block, kv_seq)
-        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-        correction = jnp.exp2(max_ref[...] - row_max)
-        p = jnp.exp2(s - row_max)
-        max_ref[...] = row_max
-        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+        """Chunks of keys one after the other, each with the maximum of all keys so far."""
+        slot = slot_ref[0]
 
-    @pl.when(kv_block < kv_seq // k_ref.shape[0])
-    def _():
-        attend(partial=False)
+        def attend_chunk(number, _):
+            keys = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
+            v = v_ref[keys]
+            s = dot(k_ref[keys], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)  # [chunk, block_q]
+            if partial:
+                s = jnp.where(_keep(kv_block * chunks + number, s.shape, kv_seq), s, HIDDEN)
+                v = zero_tail(v, kv_block * chunks + number, kv_seq)
+            row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+            correction = jnp.exp2(max_ref[...] - row_max)
+            p = jnp.exp2(s - row_max)
+            max_ref[...] = row_max
+            sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
+            acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+            return 0
 
-    if kv_seq % k_ref.shape[0]:
+        end = jnp.minimum(pl.cdiv(kv_seq - kv_block * block_kv, chunk), chunks)
+        lax.fori_loop(0, end, attend_chunk, 0)
 
-        @pl.when(kv_block == kv_seq // k_ref.shape[0])
+    def attend_whole(end):
+        """Tiles of scores, the products of one beside the weights of another, against a maximum from before this block."""
+        old, new = slot_ref[0], 1 - slot_ref[0]
+
+        values_ref[...] = v_ref[...].T
+        tiles = [(queries, keys) for queries in cut(block_q, tile.inner_q) for keys in cut(end, tile.inner_kv)]
+        products, weights = {}, {}
+        for turn in range(-tile.lead, len(tiles) + tile.lag):
+            if turn >= tile.lag:
+                queries, keys = tiles[turn - tile.lag]
+                acc = acc_ref[old, :, queries] if keys.start == 0 else acc
+                acc = acc + dot(values_ref[:, keys], weights.pop(turn - tile.lag), (1, 0), precision)
+                if keys.stop == end:
+                    acc_ref[new, :, queries] = acc  # [head_dim, inner_q]
+            if turn + tile.lead < len(tiles):
+                queries, keys = tiles[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[keys], queries_ref[:, queries], (1, 0), precision)
+            if 0 <= turn < len(tiles):
+                queries, keys = tiles[turn]
+                s = products.pop(turn) * (scale * LOG2_E)  # [inner_kv, inner_q]
+                p = jnp.exp2(s - max_ref[:, queries])
+                total = sum_ref[old, :, queries] if keys.start == 0 else total
+                total = total + jnp.sum(p, axis=0, keepdims=True)
+                if keys.stop == end:
+                    sum_ref[new, :, queries] = total
+                weights[turn] = p.astype(v_ref.dtype)
+        fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
+
+        @pl.when(fits)
         def _():
-            attend(partial=True)
+            slot_ref[0] = new
+
+        @pl.when(~fits)
+        def _():
+            attend(partial=end < block_kv)
+
+    @pl.when(kv_block < kv_seq // block_kv)
+    def _():
+        attend_whole(block_kv)
+
+    if kv_seq % block_kv:
+
+        @pl.when(kv_block == kv_seq // block_kv)
+        def _():
+            attend_whole(kv_seq % block_kv)
 
     @pl.when(kv_block == pl.num_programs(3) - 1)
     def _():
-        out_ref[...] = (acc_ref[...] / sum_ref[...]).T.astype(out_ref.dtype)
-        lse_ref[...] = (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E
+        acc, total = acc_ref[slot_ref[0]], sum_ref[slot_ref[0]]
+        out_ref[...] = (acc / total).T.astype(out_ref.dtype)
+        lse_ref[...] = (max_ref[...] + jnp.log2(total)) / LOG2_E
 
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
@@ -129,84 +216,11 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) - dlse  # [batch, q_heads, q_seq]
     lse = lse * LOG2_E
-    dq = _query_gradient(q, k, v, dout, lse, delta, operands, tiles.dq)
-    dk, dv = _key_value_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
+    dq, dk, dv = _array_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
     return dq, dk, dv
 
 
-def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
-    """Each block of queries goes over the blocks of keys that it sees."""
-    batch, q_seq, q_heads, _ = q.shape
-    _, kv_seq, kv_heads, _ = k.shape
-    block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
-    q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
-    queries, keys, rows = _query_blocks(block_q, block_kv, q_heads // kv_heads)
-    dq = pl.pallas_call(
-        functools.partial(
-            _dq_kernel,
-            scale=operands.scale,
-            kv_seq=kv_seq,
-            precision=matmul_precision(q.dtype),
-        ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), operands.out_dtype or q.dtype),
-        grid_spec=pl.GridSpec(
-            grid=(batch, q_heads, q_blocks, kv_blocks),
-            in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
-            out_specs=queries(HEAD_DIM),
-            scratch_shapes=[pltpu.VMEM((HEAD_DIM, block_q), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
-        ),
-        interpret=interpret_params(),
-        name="attention_dq",
-    )(
-        _columns(q),
-        _columns(k),
-        _columns(v),
-        _columns(dout),
-        pad_rows(lse, q_blocks * block_q, BLIND),
-        pad_rows(delta, q_blocks * block_q, 0.0),
-    )
-    return dq.reshape(q.shape)
-
-
-def _dq_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref, acc_ref, *, scale, kv_seq, precision):
-    """One step of one block of queries: one block of keys into the queries' gradient."""
-    kv_block = pl.program_id(3)
-
-    @pl.when(kv_block == 0)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
-
-    def accumulate(partial):
-        k = k_ref[...]
-        s = dot(k, q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        p = jnp.exp2(s - lse_ref[...])
-        dp = dot(v_ref[...], dout_ref[...], (1, 1), precision)
-        ds = p * (dp - delta_ref[...])
-        if partial:
-            ds = jnp.where(_keep(kv_block, s.shape, kv_seq), ds, 0.0)
-            k = zero_tail(k, kv_block, kv_seq)
-        acc_ref[...] += dot(k, ds.astype(k.dtype), (0, 0), precision)
-
-    @pl.when(kv_block < kv_seq // k_ref.shape[0])
-    def _():
-        accumulate(partial=False)
-
-    if kv_seq % k_ref.shape[0]:
-
-        @pl.when(kv_block == kv_seq // k_ref.shape[0])
-        def _():
-            accumulate(partial=True)
-
-    @pl.when(kv_block == pl.num_programs(3) - 1)
-    def _():
-        dq_ref[...] = (acc_ref[...] * scale).T.astype(dq_ref.dtype)
-
-
-def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
+def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
     """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
     batch, q_seq, q_heads, _ = q.shape
     _, kv_seq, kv_heads, _ = k.shape
@@ -214,32 +228,54 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
     q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
     group = q_heads // kv_heads
     queries, keys, rows = _key_blocks(block_q, block_kv, group)
-    dk, dv = pl.pallas_call(
+    sums = query_sums(
+        batch=batch,
+        kv_heads=kv_heads,
+        group=group,
+        q_seq=q_seq,
+        block_q=block_q,
+        dim=HEAD_DIM,
+        dtype=operands.out_dtype or q.dtype,
+        scale=operands.scale,
+        columns=True,
+        limit=vmem_limit_bytes(),
+    )
+    dq, dk, dv = pl.pallas_call(
         functools.partial(
-            _dkv_kernel,
+            _backward_kernel,
             scale=operands.scale,
             q_seq=q_seq,
+            kv_seq=kv_seq,
+            sums=sums,
             precision=matmul_precision(q.dtype),
+            parts=parts_of_block(tile, block_q, block_kv),
+            partial_parts=parts_before_end(tile, block_q, block_kv, kv_seq),
         ),
         out_shape=(
+            sums.shape,
             jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or k.dtype),
             jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or v.dtype),
         ),
         grid_spec=pl.GridSpec(
             grid=(batch, kv_heads, kv_blocks, group, q_blocks),
             in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
-            out_specs=(keys(HEAD_DIM), keys(HEAD_DIM)),
+            out_specs=(pl.BlockSpec(memory_space=pl.ANY), keys(HEAD_DIM), keys(HEAD_DIM)),
             scratch_shapes=[
-                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
-                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
+                pltpu.VMEM((HEAD_DIM, block_kv), k.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), dout.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
+                pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
+                sums.scratch,
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
-        name="attention_dkv",
+        name="attention_backward",
     )(
         _columns(q),
         _columns(k),
@@ -248,60 +284,120 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
         pad_rows(lse, q_blocks * block_q, BLIND),
         pad_rows(delta, q_blocks * block_q, 0.0),
     )
-    return dk.reshape(k.shape), dv.reshape(v.shape)
+    return (
+        sums.result(dq).reshape(q.shape),
+        dk.reshape(k.shape),
+        dv.reshape(v.shape),
+    )
 
 
-def _dkv_kernel(
+def _backward_kernel(
     q_ref,
     k_ref,
     v_ref,
     dout_ref,
     lse_ref,
     delta_ref,
+    dq_ref,
     dk_ref,
     dv_ref,
+    k_t_ref,
+    v_t_ref,
+    q_t_ref,
+    dout_t_ref,
     dk_acc_ref,
     dv_acc_ref,
+    sums_refs,
     *,
     scale,
     q_seq,
+    kv_seq,
+    sums,
     precision,
+    parts,
+    partial_parts,
 ):
-    """One step of one block of keys: one block of one head's queries into the gradients of keys and values."""
-    q_block = pl.program_id(4)
+    """One step of one block of keys: one block of one head's queries into all gradients.
 
-    @pl.when((pl.program_id(3) == 0) & (q_block == 0))
+    Scores are [queries, keys] here; keys, values and all sums are transposed, so that of the five products only the one
+    for dq, k^T ds^T, takes its second matrix transposed.
+    """
+    kv_block, q_block = pl.program_id(2), pl.program_id(4)
+    starts = (pl.program_id(3) == 0) & (q_block == 0)
+    ends = (pl.program_id(3) == pl.num_programs(3) - 1) & (q_block == pl.num_programs(4) - 1)
+
+    @pl.when(starts & (kv_block == 0))
     def _():
-        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [block_kv, head_dim]
-        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [block_kv, head_dim]
+        sums.clear(dq_ref, sums_refs)
 
-    def accumulate(partial):
+    @pl.when(starts)
+    def _():
+        k_t_ref[...] = zero_tail(k_ref[...], kv_block, kv_seq).T  # [head_dim, block_kv]
+        v_t_ref[...] = zero_tail(v_ref[...], kv_block, kv_seq).T  # [head_dim, block_kv]
+        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
+        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
+
+    def accumulate(parts, partial):
+        step_sums = sums.fetch(dq_ref, sums_refs, q_block)
         q, dout = q_ref[...], dout_ref[...]
-        if partial:
+        lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
+        if partial or q_seq % q_ref.shape[0]:
             # Queries past the end must not reach the sums, not even as NaN * 0.
-            sees = column(lse_ref[...]) < BLIND  # [block_q, 1]
+            sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
-        s = dot(k_ref[...], q, (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        p = jnp.exp2(s - lse_ref[...])
-        dp = dot(v_ref[...], dout, (1, 1), precision)
-        ds = p * (dp - delta_ref[...])
-        dv_acc_ref[...] += dot(p.astype(dout.dtype), dout, (1, 0), precision)
-        dk_acc_ref[...] += dot(ds.astype(q.dtype), q, (1, 0), precision)
+        q_t_ref[...], dout_t_ref[...] = q.T, dout.T
 
-    @pl.when(q_block < q_seq // q_ref.shape[0])
+        def score(part):
+            return dot(q[part.rows], k_t_ref[:, part.columns], (1, 0), precision)
+
+        def score_of_dout(part):
+            return dot(dout[part.rows], v_t_ref[:, part.columns], (1, 0), precision)
+
+        def weigh(part, s, dp):
+            row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
+            s = s * (scale * LOG2_E)
+            if not part.whole:
+                s = jnp.where(_keep_part(part, kv_block, k_ref.shape[0], kv_seq), s, HIDDEN)
+            p = jnp.exp2(s - row_lse)
+            ds = p * (dp - row_delta)
+            return p.astype(dout.dtype), ds.astype(q.dtype)
+
+        def add_dv(part, weights):
+            dv_acc_ref[:, part.columns] += dot(dout_t_ref[:, part.rows], weights[0], (1, 0), precision)
+
+        def add_dk(part, weights):
+            dk_acc_ref[:, part.columns] += dot(q_t_ref[:, part.rows], weights[1], (1, 0), precision)
+
+        def add_dq(part, weights):
+            step_sums.add(part.rows, dot(k_t_ref[:, part.columns], weights[1], (1, 1), precision))
+
+        in_turns(parts, (score, score_of_dout), weigh, (add_dv, add_dk, add_dq))
+        step_sums.store()
+
+    @pl.when(kv_block < kv_seq // k_ref.shape[0])
     def _():
-        accumulate(partial=False)
+        accumulate(parts, partial=False)
 
-    if q_seq % q_ref.shape[0]:
+    if kv_seq % k_ref.shape[0]:
 
-        @pl.when(q_block == q_seq // q_ref.shape[0])
+        @pl.when(kv_block == kv_seq // k_ref.shape[0])
         def _():
-            accumulate(partial=True)
+            accumulate(partial_parts, partial=True)
 
-    @pl.when((pl.program_id(3) == pl.num_programs(3) - 1) & (q_block == pl.num_programs(4) - 1))
+    @pl.when(ends)
     def _():
-        dk_ref[...] = (dk_acc_ref[...] * scale).astype(dk_ref.dtype)
-        dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
+        dk_ref[...] = (dk_acc_ref[...] * scale).T.astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc_ref[...].T.astype(dv_ref.dtype)
+
+    @pl.when(ends & (kv_block == pl.num_programs(2) - 1))
+    def _():
+        sums.finish(dq_ref, sums_refs)
+
+
+def _keep_part(part, kv_block, block_kv, kv_seq):
+    """Which scores of a part of a block survive, [1, keys]: those of keys before the end."""
+    columns = lax.broadcasted_iota(jnp.int32, (1, part.columns.stop - part.columns.start), 1)
+    return kv_block * block_kv + part.columns.start + columns < kv_seq
 
 
 def _keep(kv_block, shape, kv_seq):

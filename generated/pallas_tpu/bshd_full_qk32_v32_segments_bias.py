@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk32_v32_segments_bias
-# digest: 52888413e1a89238
+# digest: f5e6bd6eac4d5a8b
 """Full attention within segments on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 32], key [batch, kv_seq, kv_heads, 32], value [batch, kv_seq, kv_heads, 32].
@@ -8,9 +8,9 @@ A TPU's tiles are 128 lanes wide, and heads of this dim, side by side in a token
 arrays are copied to [batch, heads, seq, dim] before the kernels, and the results back.
 
 The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward keeps a running softmax over blocks of
-keys; the backward recomputes the scores, once for the gradient of the queries and once for those of keys and values.
-Scores are held transposed, [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory,
-and maxima and sums over keys need no exchange between lanes.
+keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
+[block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
+keys need no exchange between lanes.
 
 A token sees only tokens of its own id. Which blocks a block visits, and which of those need a mask, is a table in
 scalar memory, made from each block's least and greatest id; nothing is loaded for a block with nothing to
@@ -28,17 +28,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from eqx_attn._device import (
+    across_lanes,
     column,
     dot,
     fit_block,
+    in_turns,
     interpret_params,
     matmul_precision,
     pad_rows,
     pad_segments,
+    parts_of_block,
+    query_sums,
     score_blocks,
     segment_kv_visits,
     segment_q_visits,
     VMEM_LIMIT_BYTES,
+    vmem_limit_bytes,
+    widen,
 )
 
 SPEC = "pallas_tpu/bshd_full_qk32_v32_segments_bias"
@@ -124,8 +130,8 @@ def _forward_kernel(
 
     @pl.when(step == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
         max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
+        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     def attend(partial):
@@ -168,118 +174,14 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     sees = lse > -jnp.inf
     delta = jnp.where(sees, delta, 0.0)
     lse = jnp.where(sees, lse, BLIND)
-    dq = _query_gradient(q, k, v, dout, lse, delta, operands, tiles.dq)
-    dk, dv = _key_value_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
+    dq, dk, dv = _array_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
     dbias = ()
     if operands.bias_gradient:
         dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dq),)
     return dq, dk, dv, *dbias
 
 
-def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
-    """Each block of queries goes over the blocks of keys that it sees."""
-    batch, q_seq, q_heads, _ = q.shape
-    _, kv_seq, kv_heads, _ = k.shape
-    block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
-    q_blocks, kv_blocks = pl.cdiv(q_seq, block_q), pl.cdiv(kv_seq, block_kv)
-    visits = segment_kv_visits(operands.segments, block_q, block_kv)
-    bias = score_blocks(operands.bias, batch, block_q, block_kv)
-    queries, keys, rows, scores, tokens = _query_blocks(block_q, block_kv, q_heads // kv_heads, visits)
-    dq = pl.pallas_call(
-        functools.partial(
-            _dq_kernel,
-            visits=visits,
-            bias=bias,
-            scale=operands.scale,
-            precision=matmul_precision(q.dtype),
-        ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_heads, q_seq, HEAD_DIM), operands.out_dtype or q.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, q_heads, q_blocks, visits.steps),
-            in_specs=[
-                tokens,
-                scores(bias),
-                queries(HEAD_DIM),
-                keys(HEAD_DIM),
-                keys(HEAD_DIM),
-                queries(HEAD_DIM),
-                rows,
-                rows,
-            ],
-            out_specs=queries(HEAD_DIM),
-            scratch_shapes=[pltpu.VMEM((HEAD_DIM, block_q), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
-        ),
-        interpret=interpret_params(),
-        name="attention_dq",
-    )(
-        visits.table,
-        pad_segments(operands.segments, q_blocks * block_q, kv_blocks * block_kv),
-        bias.array,
-        q.swapaxes(1, 2),
-        k.swapaxes(1, 2),
-        v.swapaxes(1, 2),
-        dout.swapaxes(1, 2),
-        pad_rows(lse, q_blocks * block_q, BLIND),
-        pad_rows(delta, q_blocks * block_q, 0.0),
-    )
-    return dq.swapaxes(1, 2)
-
-
-def _dq_kernel(
-    visits_ref,
-    tokens,
-    bias_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    lse_ref,
-    delta_ref,
-    dq_ref,
-    acc_ref,
-    *,
-    visits,
-    bias,
-    scale,
-    precision,
-):
-    """One step of one block of queries: one block of keys into the queries' gradient."""
-    example, q_block, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-
-    @pl.when(step == 0)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
-
-    def accumulate(partial):
-        k = k_ref[...]
-        s = dot(k, q_ref[...], (1, 1), precision) * scale + bias.tile(bias_ref)  # [block_kv, block_q]
-        p = jnp.exp2((s - lse_ref[...]) * LOG2_E)
-        dp = dot(v_ref[...], dout_ref[...], (1, 1), precision)
-        ds = p * (dp - delta_ref[...])
-        if partial:
-            ds = jnp.where(_keep(tokens), ds, 0.0)
-            k = _zero_padding(k, tokens)
-        acc_ref[...] += dot(k, ds.astype(k.dtype), (0, 0), precision)
-
-    @pl.when(visits.whole(visits_ref, q_block, step, example))
-    def _():
-        accumulate(partial=False)
-
-    @pl.when(visits.partial(visits_ref, q_block, step, example))
-    def _():
-        accumulate(partial=True)
-
-    @pl.when(step == pl.num_programs(3) - 1)
-    def _():
-        dq_ref[...] = (acc_ref[...] * scale).T.astype(dq_ref.dtype)
-
-
-def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
+def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
     """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
     batch, q_seq, q_heads, _ = q.shape
     _, kv_seq, kv_heads, _ = k.shape
@@ -289,15 +191,31 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
     visits = segment_q_visits(operands.segments, block_q, block_kv)
     bias = score_blocks(operands.bias, batch, block_q, block_kv)
     queries, keys, rows, scores, tokens = _key_blocks(block_q, block_kv, group, visits)
-    dk, dv = pl.pallas_call(
+    sums = query_sums(
+        batch=batch,
+        kv_heads=kv_heads,
+        group=group,
+        q_seq=q_seq,
+        block_q=block_q,
+        dim=HEAD_DIM,
+        dtype=operands.out_dtype or q.dtype,
+        scale=operands.scale,
+        columns=False,
+        limit=vmem_limit_bytes(),
+    )
+    dq, dk, dv = pl.pallas_call(
         functools.partial(
-            _dkv_kernel,
+            _backward_kernel,
             visits=visits,
             bias=bias,
             scale=operands.scale,
+            sums=sums,
             precision=matmul_precision(q.dtype),
+            parts=parts_of_block(tile, block_q, block_kv),
+            partial_parts=parts_of_block(tile, block_q, block_kv, whole=False),
         ),
         out_shape=(
+            sums.shape,
             jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or k.dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, kv_seq, HEAD_DIM), operands.out_dtype or v.dtype),
         ),
@@ -314,18 +232,23 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
                 rows,
                 rows,
             ],
-            out_specs=(keys(HEAD_DIM), keys(HEAD_DIM)),
+            out_specs=(pl.BlockSpec(memory_space=pl.ANY), keys(HEAD_DIM), keys(HEAD_DIM)),
             scratch_shapes=[
-                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
-                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
+                pltpu.VMEM((HEAD_DIM, block_kv), k.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), dout.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
+                pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
+                sums.scratch,
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
-        name="attention_dkv",
+        name="attention_backward",
     )(
         visits.table,
         pad_segments(operands.segments, q_blocks * block_q, kv_blocks * block_kv),
@@ -337,10 +260,14 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
         pad_rows(lse, q_blocks * block_q, BLIND),
         pad_rows(delta, q_blocks * block_q, 0.0),
     )
-    return dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+    return (
+        sums.result(dq).swapaxes(1, 2),
+        dk.swapaxes(1, 2),
+        dv.swapaxes(1, 2),
+    )
 
 
-def _dkv_kernel(
+def _backward_kernel(
     visits_ref,
     tokens,
     bias_ref,
@@ -350,52 +277,109 @@ def _dkv_kernel(
     dout_ref,
     lse_ref,
     delta_ref,
+    dq_ref,
     dk_ref,
     dv_ref,
+    k_t_ref,
+    v_t_ref,
+    q_t_ref,
+    dout_t_ref,
     dk_acc_ref,
     dv_acc_ref,
+    sums_refs,
     *,
     visits,
     bias,
     scale,
+    sums,
     precision,
+    parts,
+    partial_parts,
 ):
-    """One step of one block of keys: one block of one head's queries into the gradients of keys and values."""
+    """One step of one block of keys: one block of one head's queries into all gradients.
+
+    Scores are [queries, keys] here; keys, values and all sums are transposed, so that of the five products only the one
+    for dq, k^T ds^T, takes its second matrix transposed.
+    """
     example, kv_block, step = pl.program_id(0), pl.program_id(2), pl.program_id(4)
+    q_block = visits.block(visits_ref, kv_block, step, example)
+    starts = (pl.program_id(3) == 0) & (step == 0)
+    ends = (pl.program_id(3) == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1)
 
-    @pl.when((pl.program_id(3) == 0) & (step == 0))
+    @pl.when(starts & (kv_block == 0))
     def _():
-        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [block_kv, head_dim]
-        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [block_kv, head_dim]
+        sums.clear(dq_ref, sums_refs)
 
-    def accumulate(partial):
-        q, k, v, dout = q_ref[...], k_ref[...], v_ref[...], dout_ref[...]
+    @pl.when(starts)
+    def _():
+        k_t_ref[...] = _zero_padding(k_ref[...], tokens).T  # [head_dim, block_kv]
+        v_t_ref[...] = _zero_padding(v_ref[...], tokens).T  # [head_dim, block_kv]
+        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
+        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
+
+    def accumulate(parts, partial):
+        step_sums = sums.fetch(dq_ref, sums_refs, q_block)
+        q, dout = q_ref[...], dout_ref[...]
+        lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
+        bias_of = bias.by_part(bias_ref)
         if partial:
             # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
-            sees = column(lse_ref[...]) < BLIND  # [block_q, 1]
+            sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
-            k, v = _zero_padding(k, tokens), _zero_padding(v, tokens)
-        s = dot(k, q, (1, 1), precision) * scale + bias.tile(bias_ref)  # [block_kv, block_q]
-        p = jnp.exp2((s - lse_ref[...]) * LOG2_E)
-        if partial:
-            p = jnp.where(_keep(tokens), p, 0.0)
-        dp = dot(v, dout, (1, 1), precision)
-        ds = p * (dp - delta_ref[...])
-        dv_acc_ref[...] += dot(p.astype(dout.dtype), dout, (1, 0), precision)
-        dk_acc_ref[...] += dot(ds.astype(q.dtype), q, (1, 0), precision)
+            q_ids = across_lanes(tokens[0][...])
+        q_t_ref[...], dout_t_ref[...] = q.T, dout.T
+
+        def score(part):
+            return dot(q[part.rows], k_t_ref[:, part.columns], (1, 0), precision)
+
+        def score_of_dout(part):
+            return dot(dout[part.rows], v_t_ref[:, part.columns], (1, 0), precision)
+
+        def weigh(part, s, dp):
+            row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
+            s = s * scale + bias_of(part)
+            if not part.whole:
+                s = jnp.where(_keep_part(part, q_ids, tokens), s, HIDDEN)
+            p = jnp.exp2((s - row_lse) * LOG2_E)
+            ds = p * (dp - row_delta)
+            return p.astype(dout.dtype), ds.astype(q.dtype)
+
+        def add_dv(part, weights):
+            dv_acc_ref[:, part.columns] += dot(dout_t_ref[:, part.rows], weights[0], (1, 0), precision)
+
+        def add_dk(part, weights):
+            dk_acc_ref[:, part.columns] += dot(q_t_ref[:, part.rows], weights[1], (1, 0), precision)
+
+        def add_dq(part, weights):
+            step_sums.add(part.rows, dot(k_t_ref[:, part.columns], weights[1], (1, 1), precision))
+
+        in_turns(parts, (score, score_of_dout), weigh, (add_dv, add_dk, add_dq))
+        step_sums.store()
 
     @pl.when(visits.whole(visits_ref, kv_block, step, example))
     def _():
-        accumulate(partial=False)
+        accumulate(parts, partial=False)
 
     @pl.when(visits.partial(visits_ref, kv_block, step, example))
     def _():
-        accumulate(partial=True)
+        accumulate(partial_parts, partial=True)
 
-    @pl.when((pl.program_id(3) == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1))
+    @pl.when(ends)
     def _():
-        dk_ref[...] = (dk_acc_ref[...] * scale).astype(dk_ref.dtype)
-        dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
+        dk_ref[...] = (dk_acc_ref[...] * scale).T.astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc_ref[...].T.astype(dv_ref.dtype)
+
+    @pl.when(ends & (kv_block == pl.num_programs(2) - 1))
+    def _():
+        sums.finish(dq_ref, sums_refs)
+
+
+def _keep_part(part, q_ids, tokens):
+    """Which scores of a part of a block survive, [queries, keys]."""
+    kv_ids = tokens[1][:, part.columns]
+    q_ids = widen(q_ids[part.rows], kv_ids.shape[1])
+    keep = q_ids == kv_ids
+    return keep
 
 
 def _bias_gradient(q, k, v, dout, lse, delta, operands, tile):

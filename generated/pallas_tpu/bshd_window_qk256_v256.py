@@ -1,15 +1,15 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_window_qk256_v256
-# digest: 682dd2c37a85c79b
+# digest: d862628ca91f85fd
 """Sliding-window attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 256], key [batch, kv_seq, kv_heads, 256], value [batch, kv_seq, kv_heads, 256].
 The kernels read a head as 256 columns of [batch, seq, heads * dim]; nothing is transposed.
 
 The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward keeps a running softmax over blocks of
-keys; the backward recomputes the scores, once for the gradient of the queries and once for those of keys and values.
-Scores are held transposed, [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory,
-and maxima and sums over keys need no exchange between lanes.
+keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
+[block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
+keys need no exchange between lanes.
 
 Which blocks a block visits, and which of those need a mask, is a table in scalar memory; nothing is loaded for a block
 with nothing to see.
@@ -24,15 +24,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from eqx_attn._device import (
+    across_lanes,
     band_kv_visits,
     band_q_visits,
-    column,
+    cut,
     dot,
+    edges_of_band,
     fit_block,
+    fit_chunk,
+    in_turns,
     interpret_params,
     matmul_precision,
+    OVERFLOW,
     pad_rows,
+    parts_of_block,
+    query_sums,
+    SAMPLE,
     VMEM_LIMIT_BYTES,
+    vmem_limit_bytes,
+    widen,
     zero_tail,
 )
 
@@ -62,7 +72,9 @@ def forward(q, k, v, operands, tiles):
             scale=operands.scale,
             lower=operands.lower,
             upper=operands.upper,
+            q_seq=q_seq,
             kv_seq=kv_seq,
+            tile=tiles.forward,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -75,9 +87,12 @@ def forward(q, k, v, operands, tiles):
             in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM)],
             out_specs=(queries(HEAD_DIM), rows),
             scratch_shapes=[
-                pltpu.VMEM((HEAD_DIM, block_q), jnp.float32),
+                pltpu.VMEM((2, HEAD_DIM, block_q), jnp.float32),
                 pltpu.VMEM((1, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((2, 1, block_q), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -105,12 +120,17 @@ def _forward_kernel(
     acc_ref,
     max_ref,
     sum_ref,
+    slot_ref,
+    queries_ref,
+    values_ref,
     *,
     visits,
     scale,
     lower,
     upper,
+    q_seq,
     kv_seq,
+    tile,
     precision,
 ):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
@@ -119,26 +139,88 @@ def _forward_kernel(
 
     @pl.when(step == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
         max_ref[...] = jnp.full_like(max_ref, HIDDEN)  # [1, block_q]
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        slot_ref[0] = 0
+        acc_ref[0] = jnp.zeros(acc_ref.shape[1:], jnp.float32)  # [head_dim, block_q]
+        sum_ref[0] = jnp.zeros(sum_ref.shape[1:], jnp.float32)  # [1, block_q]
+        queries_ref[...] = zero_tail(q_ref[...], q_block, q_seq).T
+
+    block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+    chunk = fit_chunk(block_q, block_kv)
+    chunks = block_kv // chunk
 
     def attend(partial):
-        v = v_ref[...]
-        s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        if partial:
-            s = jnp.where(_keep(q_block, kv_block, s.shape, lower, upper, kv_seq), s, HIDDEN)
-            v = zero_tail(v, kv_block, kv_seq)
-        row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-        correction = jnp.exp2(max_ref[...] - row_max)
-        p = jnp.exp2(s - row_max)
-        max_ref[...] = row_max
-        sum_ref[...] = sum_ref[...] * correction + jnp.sum(p, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+        """Chunks of keys one after the other, each with the maximum of all keys so far."""
+        slot = slot_ref[0]
+
+        def attend_chunk(number, _):
+            keys = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
+            v = v_ref[keys]
+            s = dot(k_ref[keys], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)  # [chunk, block_q]
+            if partial:
+                s = jnp.where(_keep(q_block, kv_block * chunks + number, s.shape, lower, upper, kv_seq), s, HIDDEN)
+                v = zero_tail(v, kv_block * chunks + number, kv_seq)
+            row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
+            correction = jnp.exp2(max_ref[...] - row_max)
+            p = jnp.exp2(s - row_max)
+            max_ref[...] = row_max
+            sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
+            acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
+            return 0
+
+        keys = kv_seq - kv_block * block_kv  # up to the end of the sequence
+        keys = jnp.minimum(keys, (q_block + 1) * block_q + upper - kv_block * block_kv)  # up to the last query's last
+        end = jnp.minimum(pl.cdiv(keys, chunk), chunks)
+        first = jnp.maximum(q_block * block_q + lower - kv_block * block_kv, 0) // chunk
+        lax.fori_loop(first, end, attend_chunk, 0)
+
+    def attend_whole():
+        """Tiles of scores, the products of one beside the weights of another, against a maximum from before this block."""
+        end = block_kv
+        old, new = slot_ref[0], 1 - slot_ref[0]
+
+        @pl.when(jnp.min(max_ref[...]) == HIDDEN)
+        def _():
+            # Queries that have seen nothing yet start with the maximum over the first keys of the block.
+            s = dot(k_ref[:SAMPLE], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
+            highest = jnp.max(s, axis=0, keepdims=True)
+            max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
+
+        values_ref[...] = v_ref[...].T
+        tiles = [(queries, keys) for queries in cut(block_q, tile.inner_q) for keys in cut(end, tile.inner_kv)]
+        products, weights = {}, {}
+        for turn in range(-tile.lead, len(tiles) + tile.lag):
+            if turn >= tile.lag:
+                queries, keys = tiles[turn - tile.lag]
+                acc = acc_ref[old, :, queries] if keys.start == 0 else acc
+                acc = acc + dot(values_ref[:, keys], weights.pop(turn - tile.lag), (1, 0), precision)
+                if keys.stop == end:
+                    acc_ref[new, :, queries] = acc  # [head_dim, inner_q]
+            if turn + tile.lead < len(tiles):
+                queries, keys = tiles[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[keys], queries_ref[:, queries], (1, 0), precision)
+            if 0 <= turn < len(tiles):
+                queries, keys = tiles[turn]
+                s = products.pop(turn) * (scale * LOG2_E)  # [inner_kv, inner_q]
+                p = jnp.exp2(s - max_ref[:, queries])
+                total = sum_ref[old, :, queries] if keys.start == 0 else total
+                total = total + jnp.sum(p, axis=0, keepdims=True)
+                if keys.stop == end:
+                    sum_ref[new, :, queries] = total
+                weights[turn] = p.astype(v_ref.dtype)
+        fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
+
+        @pl.when(fits)
+        def _():
+            slot_ref[0] = new
+
+        @pl.when(~fits)
+        def _():
+            attend(partial=False)
 
     @pl.when(visits.whole(visits_ref, q_block, step))
     def _():
-        attend(partial=False)
+        attend_whole()
 
     @pl.when(visits.partial(visits_ref, q_block, step))
     def _():
@@ -146,9 +228,10 @@ def _forward_kernel(
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _():
+        acc, total = acc_ref[slot_ref[0]], sum_ref[slot_ref[0]]
         sees = max_ref[...] > HIDDEN
-        out_ref[...] = jnp.where(sees, acc_ref[...] / sum_ref[...], 0.0).T.astype(out_ref.dtype)
-        lse_ref[...] = jnp.where(sees, (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E, -jnp.inf)
+        out_ref[...] = jnp.where(sees, acc / total, 0.0).T.astype(out_ref.dtype)
+        lse_ref[...] = jnp.where(sees, (max_ref[...] + jnp.log2(total)) / LOG2_E, -jnp.inf)
 
 
 def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
@@ -159,106 +242,11 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     sees = lse > -jnp.inf
     delta = jnp.where(sees, delta, 0.0)
     lse = jnp.where(sees, lse * LOG2_E, BLIND)
-    dq = _query_gradient(q, k, v, dout, lse, delta, operands, tiles.dq)
-    dk, dv = _key_value_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
+    dq, dk, dv = _array_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
     return dq, dk, dv
 
 
-def _query_gradient(q, k, v, dout, lse, delta, operands, tile):
-    """Each block of queries goes over the blocks of keys that it sees."""
-    batch, q_seq, q_heads, _ = q.shape
-    _, kv_seq, kv_heads, _ = k.shape
-    block_q, block_kv = fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)
-    q_blocks = pl.cdiv(q_seq, block_q)
-    visits = band_kv_visits(q_seq, kv_seq, block_q, block_kv, lower=operands.lower, upper=operands.upper)
-    queries, keys, rows = _query_blocks(block_q, block_kv, q_heads // kv_heads, visits)
-    dq = pl.pallas_call(
-        functools.partial(
-            _dq_kernel,
-            visits=visits,
-            scale=operands.scale,
-            lower=operands.lower,
-            upper=operands.upper,
-            kv_seq=kv_seq,
-            precision=matmul_precision(q.dtype),
-        ),
-        out_shape=jax.ShapeDtypeStruct((batch, q_seq, q_heads * HEAD_DIM), operands.out_dtype or q.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, q_heads, q_blocks, visits.steps),
-            in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
-            out_specs=queries(HEAD_DIM),
-            scratch_shapes=[pltpu.VMEM((HEAD_DIM, block_q), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
-        ),
-        interpret=interpret_params(),
-        name="attention_dq",
-    )(
-        visits.table,
-        _columns(q),
-        _columns(k),
-        _columns(v),
-        _columns(dout),
-        pad_rows(lse, q_blocks * block_q, BLIND),
-        pad_rows(delta, q_blocks * block_q, 0.0),
-    )
-    return dq.reshape(q.shape)
-
-
-def _dq_kernel(
-    visits_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    lse_ref,
-    delta_ref,
-    dq_ref,
-    acc_ref,
-    *,
-    visits,
-    scale,
-    lower,
-    upper,
-    kv_seq,
-    precision,
-):
-    """One step of one block of queries: one block of keys into the queries' gradient."""
-    q_block, step = pl.program_id(2), pl.program_id(3)
-    kv_block = visits.block(visits_ref, q_block, step)
-
-    @pl.when(step == 0)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)  # [head_dim, block_q]
-
-    def accumulate(partial):
-        k = k_ref[...]
-        s = dot(k, q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        p = jnp.exp2(s - lse_ref[...])
-        dp = dot(v_ref[...], dout_ref[...], (1, 1), precision)
-        ds = p * (dp - delta_ref[...])
-        if partial:
-            ds = jnp.where(_keep(q_block, kv_block, s.shape, lower, upper, kv_seq), ds, 0.0)
-            k = zero_tail(k, kv_block, kv_seq)
-        acc_ref[...] += dot(k, ds.astype(k.dtype), (0, 0), precision)
-
-    @pl.when(visits.whole(visits_ref, q_block, step))
-    def _():
-        accumulate(partial=False)
-
-    @pl.when(visits.partial(visits_ref, q_block, step))
-    def _():
-        accumulate(partial=True)
-
-    @pl.when(step == pl.num_programs(3) - 1)
-    def _():
-        dq_ref[...] = (acc_ref[...] * scale).T.astype(dq_ref.dtype)
-
-
-def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
+def _array_gradients(q, k, v, dout, lse, delta, operands, tile):
     """Each block of keys goes over the blocks of queries that see it, for every query head that it serves."""
     batch, q_seq, q_heads, _ = q.shape
     _, kv_seq, kv_heads, _ = k.shape
@@ -267,17 +255,34 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
     group = q_heads // kv_heads
     visits = band_q_visits(q_seq, kv_seq, block_q, block_kv, lower=operands.lower, upper=operands.upper)
     queries, keys, rows = _key_blocks(block_q, block_kv, group, visits)
-    dk, dv = pl.pallas_call(
+    sums = query_sums(
+        batch=batch,
+        kv_heads=kv_heads,
+        group=group,
+        q_seq=q_seq,
+        block_q=block_q,
+        dim=HEAD_DIM,
+        dtype=operands.out_dtype or q.dtype,
+        scale=operands.scale,
+        columns=True,
+        limit=vmem_limit_bytes(),
+    )
+    dq, dk, dv = pl.pallas_call(
         functools.partial(
-            _dkv_kernel,
+            _backward_kernel,
             visits=visits,
             scale=operands.scale,
             lower=operands.lower,
             upper=operands.upper,
+            q_seq=q_seq,
             kv_seq=kv_seq,
+            sums=sums,
             precision=matmul_precision(q.dtype),
+            parts=parts_of_block(tile, block_q, block_kv),
+            edges=edges_of_band(tile, block_q, block_kv, q_seq, kv_seq, lower=operands.lower, upper=operands.upper),
         ),
         out_shape=(
+            sums.shape,
             jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or k.dtype),
             jax.ShapeDtypeStruct((batch, kv_seq, kv_heads * HEAD_DIM), operands.out_dtype or v.dtype),
         ),
@@ -285,18 +290,23 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
             num_scalar_prefetch=1,
             grid=(batch, kv_heads, kv_blocks, group, visits.steps),
             in_specs=[queries(HEAD_DIM), keys(HEAD_DIM), keys(HEAD_DIM), queries(HEAD_DIM), rows, rows],
-            out_specs=(keys(HEAD_DIM), keys(HEAD_DIM)),
+            out_specs=(pl.BlockSpec(memory_space=pl.ANY), keys(HEAD_DIM), keys(HEAD_DIM)),
             scratch_shapes=[
-                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
-                pltpu.VMEM((block_kv, HEAD_DIM), jnp.float32),
+                pltpu.VMEM((HEAD_DIM, block_kv), k.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
+                pltpu.VMEM((HEAD_DIM, block_q), dout.dtype),
+                pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
+                pltpu.VMEM((HEAD_DIM, block_kv), jnp.float32),
+                sums.scratch,
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
-        name="attention_dkv",
+        name="attention_backward",
     )(
         visits.table,
         _columns(q),
@@ -306,10 +316,14 @@ def _key_value_gradients(q, k, v, dout, lse, delta, operands, tile):
         pad_rows(lse, q_blocks * block_q, BLIND),
         pad_rows(delta, q_blocks * block_q, 0.0),
     )
-    return dk.reshape(k.shape), dv.reshape(v.shape)
+    return (
+        sums.result(dq).reshape(q.shape),
+        dk.reshape(k.shape),
+        dv.reshape(v.shape),
+    )
 
 
-def _dkv_kernel(
+def _backward_kernel(
     visits_ref,
     q_ref,
     k_ref,
@@ -317,54 +331,118 @@ def _dkv_kernel(
     dout_ref,
     lse_ref,
     delta_ref,
+    dq_ref,
     dk_ref,
     dv_ref,
+    k_t_ref,
+    v_t_ref,
+    q_t_ref,
+    dout_t_ref,
     dk_acc_ref,
     dv_acc_ref,
+    sums_refs,
     *,
     visits,
     scale,
     lower,
     upper,
+    q_seq,
     kv_seq,
+    sums,
     precision,
+    parts,
+    edges,
 ):
-    """One step of one block of keys: one block of one head's queries into the gradients of keys and values."""
+    """One step of one block of keys: one block of one head's queries into all gradients.
+
+    Scores are [queries, keys] here; keys, values and all sums are transposed, so that of the five products only the one
+    for dq, k^T ds^T, takes its second matrix transposed.
+    """
     kv_block, step = pl.program_id(2), pl.program_id(4)
     q_block = visits.block(visits_ref, kv_block, step)
+    q_start, kv_start = q_block * q_ref.shape[0], kv_block * k_ref.shape[0]
+    starts = (pl.program_id(3) == 0) & (step == 0)
+    ends = (pl.program_id(3) == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1)
 
-    @pl.when((pl.program_id(3) == 0) & (step == 0))
+    @pl.when(starts & (kv_block == 0))
     def _():
-        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [block_kv, head_dim]
-        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [block_kv, head_dim]
+        sums.clear(dq_ref, sums_refs)
 
-    def accumulate(partial):
+    @pl.when(starts)
+    def _():
+        k_t_ref[...] = zero_tail(k_ref[...], kv_block, kv_seq).T  # [head_dim, block_kv]
+        v_t_ref[...] = zero_tail(v_ref[...], kv_block, kv_seq).T  # [head_dim, block_kv]
+        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
+        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
+
+    def accumulate(parts, partial):
+        step_sums = sums.fetch(dq_ref, sums_refs, q_block)
         q, dout = q_ref[...], dout_ref[...]
-        if partial:
+        lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
+        if partial or q_seq % q_ref.shape[0]:
             # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
-            sees = column(lse_ref[...]) < BLIND  # [block_q, 1]
+            sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
-        s = dot(k_ref[...], q, (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
-        p = jnp.exp2(s - lse_ref[...])
-        if partial:
-            p = jnp.where(_keep(q_block, kv_block, s.shape, lower, upper, kv_seq), p, 0.0)
-        dp = dot(v_ref[...], dout, (1, 1), precision)
-        ds = p * (dp - delta_ref[...])
-        dv_acc_ref[...] += dot(p.astype(dout.dtype), dout, (1, 0), precision)
-        dk_acc_ref[...] += dot(ds.astype(q.dtype), q, (1, 0), precision)
+        q_t_ref[...], dout_t_ref[...] = q.T, dout.T
 
-    @pl.when(visits.whole(visits_ref, kv_block, step))
-    def _():
-        accumulate(partial=False)
+        def score(part):
+            return dot(q[part.rows], k_t_ref[:, part.columns], (1, 0), precision)
 
-    @pl.when(visits.partial(visits_ref, kv_block, step))
-    def _():
-        accumulate(partial=True)
+        def score_of_dout(part):
+            return dot(dout[part.rows], v_t_ref[:, part.columns], (1, 0), precision)
 
-    @pl.when((pl.program_id(3) == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1))
+        def weigh(part, s, dp):
+            row_lse, row_delta = widen(lse[part.rows], s.shape[1]), widen(delta[part.rows], s.shape[1])
+            s = s * (scale * LOG2_E)
+            if not part.whole:
+                s = jnp.where(_keep_part(part, q_start, kv_start, lower, upper, kv_seq), s, HIDDEN)
+            p = jnp.exp2(s - row_lse)
+            ds = p * (dp - row_delta)
+            return p.astype(dout.dtype), ds.astype(q.dtype)
+
+        def add_dv(part, weights):
+            dv_acc_ref[:, part.columns] += dot(dout_t_ref[:, part.rows], weights[0], (1, 0), precision)
+
+        def add_dk(part, weights):
+            dk_acc_ref[:, part.columns] += dot(q_t_ref[:, part.rows], weights[1], (1, 0), precision)
+
+        def add_dq(part, weights):
+            step_sums.add(part.rows, dot(k_t_ref[:, part.columns], weights[1], (1, 1), precision))
+
+        in_turns(parts, (score, score_of_dout), weigh, (add_dv, add_dk, add_dq))
+        step_sums.store()
+
+    visited = visits.visited(visits_ref, kv_block, step)
+    distance = kv_start - q_start
+    whole = visited & (kv_start + k_ref.shape[0] <= kv_seq) & (distance + k_ref.shape[0] - 1 <= upper)
+    whole &= distance - q_ref.shape[0] + 1 >= lower
+
+    @pl.when(whole)
     def _():
-        dk_ref[...] = (dk_acc_ref[...] * scale).astype(dk_ref.dtype)
-        dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
+        accumulate(parts, partial=False)
+
+    for edge in edges:
+        through = visited & ~whole & (edge.low <= distance) & (distance <= edge.high)
+        pl.when(through)(functools.partial(accumulate, edge.parts, partial=True))
+
+    @pl.when(ends)
+    def _():
+        dk_ref[...] = (dk_acc_ref[...] * scale).T.astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc_ref[...].T.astype(dv_ref.dtype)
+
+    @pl.when(ends & (kv_block == pl.num_programs(2) - 1))
+    def _():
+        sums.finish(dq_ref, sums_refs)
+
+
+def _keep_part(part, q_start, kv_start, lower, upper, kv_seq):
+    """Which scores of a part of a block survive, [queries, keys]."""
+    shape = part.rows.stop - part.rows.start, part.columns.stop - part.columns.start
+    rows = q_start + part.rows.start + lax.broadcasted_iota(jnp.int32, shape, 0)
+    columns = kv_start + part.columns.start + lax.broadcasted_iota(jnp.int32, shape, 1)
+    keep = columns >= rows + lower
+    keep &= columns <= rows + upper
+    return keep & (columns < kv_seq)
 
 
 def _keep(q_block, kv_block, shape, lower, upper, kv_seq):
