@@ -173,7 +173,8 @@ def _tree(bundles: list[str], trips: dict[int, int]) -> Region:
     """The regions, from the branches. Those of a compiler nest; one that crosses another is cut at its end."""
     root = Region("kernel", 0, len(bundles))
     around = [root]
-    for kind, start, end in sorted(_spans(bundles), key=lambda span: (span[1], -span[2])):
+    # Where a loop may make no trip, the condition around it comes first.
+    for kind, start, end in sorted(_spans(bundles), key=lambda span: (span[1], -span[2], span[0])):
         while start >= around[-1].end:
             around.pop()
         end = min(end, around[-1].end)

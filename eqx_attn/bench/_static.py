@@ -25,14 +25,29 @@ from ._tpu import GENERATIONS
 class Program:
     """A function of arrays to compile.
 
-    `pairs(call)` is how many scores of all heads a step of a Pallas call computes; kernels whose names `names` does not
-    match anywhere are not measured.
+    `block(call)` says which scores a step of a Pallas call computes; kernels whose names `names` does not match anywhere
+    are not measured.
     """
 
     function: Callable
     arguments: tuple
-    pairs: "Callable[[PallasCall], int]"
+    block: "Callable[[PallasCall], Block]"
     names: str = ""
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The scores of a step of a kernel's grid: those of so many queries and keys of each of some heads."""
+
+    queries: int
+    keys: int
+    heads: int
+
+    @property
+    def scores(self) -> int:
+        """How many there are."""
+        return self.queries * self.keys * self.heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +66,13 @@ class PallasCall:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel; `steps` is None if it multiplies no matrices, and `pairs` are the scores that a step computes."""
+    """A compiled kernel; `steps` and `block` are None if it multiplies no matrices."""
 
     name: str
     vmem: int
     grid: tuple[int | None, ...]
     steps: Steps | None
-    pairs: int
+    block: Block | None
 
     @property
     def cores(self) -> int | None:
@@ -84,8 +99,13 @@ def start_dumping() -> Path:
     return folder
 
 
-def measure(program: Program, device: str, folder: Path) -> Measured:
-    """Compiles and measures. `folder` is what `start_dumping` returned; it is empty afterwards."""
+def measure(program: Program, device: str, folder: Path) -> Measured | str:
+    """Compiles and measures, or returns what the compiler says against the program. Results are kept in the user's cache.
+
+    `folder` is what `start_dumping` returned; it is empty afterwards.
+    """
+    from ._static_cache import keep, key_of, recall
+
     mesh = _mesh(device)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arguments = jax.tree.map(
@@ -94,22 +114,35 @@ def measure(program: Program, device: str, folder: Path) -> Measured:
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(program.function).trace(*arguments)
-        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
-    seconds = time.perf_counter() - start
-    calls = {call.name: call for call in pallas_calls(traced.jaxpr.jaxpr)}
-    dumps = dumped_kernels(folder)
-    kernels = []
-    for name, vmem in vmem_of_kernels(compiled.as_text() or ""):
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    key = key_of(lowered.as_text(), device, program.compiler_options)
+    if (known := recall(key)) is not None:
+        return known
+    try:
+        hlo = lowered.compile(compiler_options=program.compiler_options or None).as_text() or ""
+        kernels = list(_kernels(program, device, hlo, list(pallas_calls(traced.jaxpr.jaxpr)), dumped_kernels(folder)))
+        result = Measured(tuple(kernels), time.perf_counter() - start)
+    except jax.errors.JaxRuntimeError as error:
+        result = " ".join(str(error).split())[:400]
+    finally:
+        for path in folder.iterdir():
+            path.unlink()
+    keep(key, result)
+    return result
+
+
+def _kernels(
+    program: Program, device: str, hlo: str, calls: list[PallasCall], dumps: dict[str, Path]
+) -> Iterator[Kernel]:
+    by_name = {call.name: call for call in calls}
+    for name, vmem in vmem_of_kernels(hlo):
         if not re.search(program.names, name):
             continue
-        call = calls[re.sub(r"\.\d+$", "", name)]
+        call = by_name[re.sub(r"\.\d+$", "", name)]
         if name not in dumps:
             raise ValueError(f"libtpu dumped no schedule of {name}; it has one of {', '.join(dumps)}")
         steps = steps_of(read_schedule(dumps[name]), GENERATIONS[device])
-        kernels.append(Kernel(call.name, vmem, call.grid, steps, program.pairs(call) if steps else 0))
-    for path in folder.iterdir():
-        path.unlink()
-    return Measured(tuple(kernels), seconds)
+        yield Kernel(call.name, vmem, call.grid, steps, program.block(call) if steps else None)
 
 
 def vmem_of_kernels(hlo: str) -> Iterator[tuple[str, int]]:

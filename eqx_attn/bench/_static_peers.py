@@ -7,10 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._static import PallasCall, Program
+from ._static import Block, Program
 
 PEERS = {"jax_splash": "jax", "tokamax_splash": "tokamax"}
 """The package of each."""
+
+
+_MORE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": str(48 * 1024)}
+"""Peers leave the limit to XLA's flag, whose default of 16 MiB on some generations rules out their best tiles."""
+
+
+def peer_tile(peer: str, generation: str, head_dim: int, direction: str) -> tuple[int, int, int]:
+    """Its block of queries, of keys, and of keys per product."""
+    return (1024, 1024, 512)
 
 
 def installed_peers() -> list[str]:
@@ -42,12 +51,8 @@ def peer_program(
         return jax.vjp(forward, query, key, value)[1](dout)
 
     function, arguments = (forward, (array,) * 3) if direction == "fwd" else (backward, (array,) * 4)
-    return Program(function, arguments, lambda call: _pairs(call, block_q, block_kv), r"dkv|dq" if direction == "bwd" else "")
-
-
-def _pairs(call: PallasCall, block_q: int, block_kv: int) -> int:
-    """A step computes one block of one head."""
-    return block_q * block_kv
+    names = "_dkv_|_dq_" if direction == "bwd" else ""  # Not the forward that comes before.
+    return Program(function, arguments, lambda call: Block(block_q, block_kv, 1), names, _MORE_VMEM)
 
 
 def _jax_splash(mask: str, seq: int, heads: int, blocks: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .. import _codegen
 from .._codegen import KernelSpec
 from .._operands import Tile, Tiles
-from ._static import Kernel, Measured, PallasCall, Program
+from ._static import Block, Measured, PallasCall, Program
 from ._tpu import GENERATIONS
 
 Direction = Literal["fwd", "bwd"]
@@ -28,7 +28,7 @@ def spec_program(name: str, direction: Direction, device: str, seq: int, overrid
     tiles = tiles_of(spec, device, seq, overrides)
     forward, backward = compilers.functions(spec, device, shape, tiles)
     function, arguments = forward if direction == "fwd" else backward
-    return Program(function, arguments, lambda call: pairs_of(call, seq, spec.qk_dim))
+    return Program(function, arguments, lambda call: block_of(call, seq, spec.qk_dim))
 
 
 def tiles_of(spec: Any, device: str, seq: int, overrides: Overrides = ()) -> Tiles:
@@ -51,14 +51,11 @@ def tiles_of(spec: Any, device: str, seq: int, overrides: Overrides = ()) -> Til
     return tiles
 
 
-def pairs_of(call: PallasCall, seq: int, qk_dim: int) -> int:
-    """How many scores, over all heads, a step of one of our kernels computes.
-
-    A step's block of `q_ref` has rows of one or more heads, its block of `k_ref` as many columns for each.
-    """
-    q_heads, q_rows = _heads_and_rows(call, "q_ref", seq, qk_dim)
-    _, kv_rows = _heads_and_rows(call, "k_ref", seq, qk_dim)
-    return q_heads * q_rows * kv_rows
+def block_of(call: PallasCall, seq: int, qk_dim: int) -> Block:
+    """Which scores a step of one of our kernels computes, from its blocks of `q_ref` and `k_ref`."""
+    heads, queries = _heads_and_rows(call, "q_ref", seq, qk_dim)
+    _, keys = _heads_and_rows(call, "k_ref", seq, qk_dim)
+    return Block(queries, keys, heads)
 
 
 def _heads_and_rows(call: PallasCall, name: str, seq: int, dim: int) -> tuple[int, int]:
@@ -69,19 +66,19 @@ def _heads_and_rows(call: PallasCall, name: str, seq: int, dim: int) -> tuple[in
     return max(1, math.prod(block) // (rows * dim)), rows
 
 
-def flops_per_pair(qk_dim: int, v_dim: int, direction: Direction) -> int:
+def flops_per_score(qk_dim: int, v_dim: int, direction: Direction) -> int:
     """Useful operations of a score: two products forward, five backward (of which kernels may compute some twice)."""
     return 2 * (qk_dim + v_dim) if direction == "fwd" else 2 * (3 * qk_dim + 2 * v_dim)
 
 
 def products_of(kernel: str, qk_dim: int, v_dim: int) -> int:
-    """The operations of a score that one of our kernels makes, from its name."""
+    """The operations of a score that one of our kernels makes for its results, from its name."""
     scores_and_weights = 2 * (qk_dim + v_dim)
     if "dq" in kernel:
         return scores_and_weights + 2 * qk_dim
     if "dkv" in kernel or "dk" in kernel:
         return 2 * scores_and_weights
-    return flops_per_pair(qk_dim, v_dim, "bwd") if "backward" in kernel else scores_and_weights
+    return flops_per_score(qk_dim, v_dim, "bwd") if "backward" in kernel else scores_and_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +89,14 @@ class Share:
     useful: float
 
 
-def share_of(measured: Measured, device: str, flops: int, masked: bool = False) -> Share:
-    """All kernels of a call together: the useful share of the matrix units' peak, for whole blocks or for masked ones.
+def share_of(measured: Measured, device: str, flops: int) -> Share:
+    """All kernels of a call together: the useful share of the matrix units' peak in steps with whole blocks.
 
-    `flops` are the useful operations of a score. Kernels without products are left out: they are not part of a step.
+    `flops` are the useful operations of a score. Kernels without products are left out: they are no part of a step.
     """
-    kernels = [kernel for kernel in measured.kernels if kernel.steps is not None]
-    per_pair = sum(cycles_of(kernel, masked) / kernel.pairs for kernel in kernels)
-    return Share(per_pair * kernels[0].pairs, flops / (per_pair * GENERATIONS[device].flops_per_cycle))
-
-
-def cycles_of(kernel: Kernel, masked: bool = False) -> int:
-    """Of a step with a whole block or, if there is such a body, with the costliest masked one."""
-    assert kernel.steps is not None
-    steps = [kernel.steps.whole.cycles]
-    if masked and kernel.steps.masked:
-        steps = [step.cycles for step in kernel.steps.masked]
-    return max(steps)
+    steps = [(kernel.steps, kernel.block) for kernel in measured.kernels]
+    parts = [
+        (steps.whole.full_cycles, block.scores) for steps, block in steps if steps is not None and block is not None
+    ]
+    per_score = sum(cycles / scores for cycles, scores in parts)
+    return Share(per_score * parts[0][1], flops / (per_score * GENERATIONS[device].flops_per_cycle))

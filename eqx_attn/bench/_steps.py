@@ -2,8 +2,8 @@
 
 A kernel's body stands in the grid's loop and consists of conditional blocks: set-up at a block's first step, one or more
 bodies of a step (without a mask, with one, for the tail), and what is written out at the last. A body multiplies matrices
-and takes exponentials; set-up and write-out do not do both. Where a body is followed by a repair that computes it again
-in loops, the repair lies inside it or consists of loops alone, and does not count.
+and takes exponentials; set-up and write-out do not do both. What does so inside a body repairs a result that overflowed, and does
+not count.
 """
 
 import dataclasses
@@ -17,15 +17,27 @@ from ._tpu import Generation, ROWS
 class Step:
     """A step of the grid that runs one body: its cycles, and the share of them in which each unit is busy.
 
+    For matrix units, exponentials and pushes that follows from how long an instruction takes; for the others, transposes
+    and other exchanges between lanes ("exchange") too, from the slots for instructions that are used, at least.
+
     `array` is the share of the matrix units' multipliers that got an operand, padding included, so it bounds the useful
-    share from above. `bound` names the unit that is busiest. With `dynamic`, a loop's trips depend on data and count once.
+    share from above. `products` is how many products the body makes, of those of the whole body. Loops whose trips depend
+    on data count once; one such trip takes `trip_cycles`.
     """
 
     cycles: int
     units: dict[str, float]
     array: float
+    products: float
     spills: int
-    dynamic: bool
+    trip_cycles: int
+
+    @property
+    def full_cycles(self) -> int:
+        """Cycles if such loops make as many trips as it takes to make all products of the whole body."""
+        if not self.trip_cycles or self.products >= 1:
+            return self.cycles
+        return round(self.cycles + self.trip_cycles * (1 / self.products - 1))
 
     @property
     def bound(self) -> str:
@@ -38,7 +50,8 @@ class Steps:
     """A kernel's steps, by the bodies that they run, and what comes on top; all in cycles of one core.
 
     `whole` is the body for blocks without hidden scores. `masked` are the others, in the order of their code. `idle` is a
-    step that runs no body. `set_up` and `write_out` come on top of some steps. `trips` are those of the grid's loop on one
+    step that runs no body. `set_up` and `write_out` come on top of some steps, `transfers`, what starts copies between
+    memories, on top of those whose blocks are others than those of the step before. `trips` are those of the grid's loop on one
     core, two more than steps, in which only transfers are started or awaited; None if they depend on data.
     """
 
@@ -47,6 +60,7 @@ class Steps:
     idle: int
     set_up: int
     write_out: int
+    transfers: int
     trips: int | None
 
     @property
@@ -70,20 +84,24 @@ def steps_of(schedule: Schedule, generation: Generation) -> Steps | None:
     candidates = [block for block in blocks if _multiplies(block.work) and block.work.slots["EUP"]]
     bodies = _bodies(candidates)
     repairs = [block for block in candidates if block not in bodies]
-    once = [
+    rest = [
         block for block in blocks if not any(map(block.is_around, bodies)) and not any(map(block.is_inside, repairs))
     ]
+    # The outermost condition around the bodies is that this is no turn of transfers alone.
+    kernel = next((block for block in blocks[1:] if block.is_around(bodies[0])), blocks[0])
+    once = [block for block in rest if block.is_inside(kernel)]
     start = bodies[0].longest_stretch
     most = max(_multiplied(body.work) for body in bodies)
     whole = min(
         (body for body in bodies if _multiplied(body.work) > 0.95 * most), key=lambda body: body.work.slots["VALU"]
     )
     return Steps(
-        whole=_step(whole, schedule, generation),
-        masked=tuple(_step(body, schedule, generation) for body in bodies if body is not whole),
+        whole=_step(whole, whole, schedule, generation),
+        masked=tuple(_step(body, whole, schedule, generation) for body in bodies if body is not whole),
         idle=round(whole.path.cycles),
         set_up=round(sum(block.work.cycles for block in once if block.region.start < start)),
         write_out=round(sum(block.work.cycles for block in once if block.region.start >= start)),
+        transfers=round(sum(block.work.cycles for block in rest if block not in once)),
         trips=grid.trips,
     )
 
@@ -103,9 +121,8 @@ class _Block:
 
     region: Region
     work: Work
-    straight: bool  # It multiplies matrices outside of loops.
     path: Work
-    dynamic: bool
+    trip: Work  # One trip of its loops whose trips depend on data.
 
     @property
     def total(self) -> Work:
@@ -131,15 +148,19 @@ class _Block:
 
 def _blocks(region: Region, path: Work) -> Iterator[_Block]:
     """The block that `region` is, and those inside."""
-    work, dynamic, conditional = Work(), False, []
-    pending = [(region, 1)]
+    work, trip, conditional = Work(), Work(), []
+    pending = [(region, 1, False)]
     while pending:
-        part, times = pending.pop()
+        part, times, in_trip = pending.pop()
         work.add(part.own, times)
-        dynamic |= part.trips is None
-        pending += [(inner, times * (inner.trips or 1)) for inner in part.inner if inner.kind == "loop"]
-        conditional += [inner for inner in part.inner if inner.kind == "if"]
-    yield _Block(region, work, _multiplies(region.own), path, dynamic)
+        if in_trip:
+            trip.add(part.own, times)
+        for inner in part.inner:
+            if inner.kind == "loop":
+                pending.append((inner, times * (inner.trips or 1), in_trip or inner.trips is None))
+            else:
+                conditional.append(inner)
+    yield _Block(region, work, path, trip)
     around = Work()
     around.add(path)
     around.add(work)
@@ -148,11 +169,9 @@ def _blocks(region: Region, path: Work) -> Iterator[_Block]:
 
 
 def _bodies(candidates: list[_Block]) -> list[_Block]:
-    """Those of blocks that multiply and exponentiate which are no repair of another one."""
+    """Those of blocks that multiply and exponentiate which lie in no other."""
     if not candidates:
         raise ValueError("no block of the kernel multiplies matrices and takes exponentials")
-    if any(block.straight for block in candidates):
-        candidates = [block for block in candidates if block.straight]
     outer: list[_Block] = []
     for block in candidates:  # A block comes before those inside.
         if not any(map(block.is_inside, outer)):
@@ -169,7 +188,7 @@ def _multiplied(work: Work) -> int:
     return sum(ROWS[kind] * count for (kind, _), count in work.matmuls.items())
 
 
-def _step(body: _Block, schedule: Schedule, generation: Generation) -> Step:
+def _step(body: _Block, whole: _Block, schedule: Schedule, generation: Generation) -> Step:
     work = body.total
     cycles = max(1.0, work.cycles)
     slots, capacity = work.slots, schedule.capacity
@@ -180,7 +199,7 @@ def _step(body: _Block, schedule: Schedule, generation: Generation) -> Step:
         "push": push / generation.matrix_units,
         "vector": slots["VALU"] / capacity["VALU"],
         "exponential": slots["EUP"] * generation.exponential_cycles,
-        "exchange": slots["XLU"] * generation.lane_exchange_cycles / capacity["XLU"],
+        "exchange": slots["XLU"] / capacity["XLU"],
         "load": slots["VLOAD"] / capacity["VLOAD"],
         "store": slots["VSTORE"] / capacity["VSTORE"],
         "pop": slots["VPOP"] / capacity["VPOP"],
@@ -190,6 +209,7 @@ def _step(body: _Block, schedule: Schedule, generation: Generation) -> Step:
         cycles=round(work.cycles),
         units={unit: cost / cycles for unit, cost in busy.items()},
         array=flops / (cycles * generation.flops_per_cycle),
+        products=_multiplied(work) / _multiplied(whole.total),
         spills=slots["VSTORE:SPILL"],
-        dynamic=body.dynamic,
+        trip_cycles=round(body.trip.cycles),
     )

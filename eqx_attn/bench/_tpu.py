@@ -20,8 +20,6 @@ class Generation:
     """By kind of operand, for one `vmatmul`."""
     push_cycles: dict[str, int]
     """By kind of operand, for one push of 8 rows of the stationary operand."""
-    lane_exchange_cycles: int
-    """Of one instruction of the XLU: transposes, and reductions along lanes."""
     exponential_cycles: float
     peak_flops: float
     """bfloat16, of a chip, as published."""
@@ -52,9 +50,9 @@ _FAST_PUSH = {"f32": 2, "bf16": 4, "8bit": 4}
 _MIB = 2**20
 
 GENERATIONS = {
-    "v4": Generation("v4:2x2x1", 4, 128, _SMALL, _SLOW_PUSH, 8, 2.0, 275e12, 2, 16 * _MIB),
-    "v5e": Generation("v5e:2x2", 4, 128, _SMALL, _FAST_PUSH, 9, 1.0, 197e12, 1, 128 * _MIB),
-    "v5p": Generation("v5p:2x2x1", 4, 128, _SMALL, _FAST_PUSH, 9, 1.0, 459e12, 2, 64 * _MIB),
-    "v6e": Generation("v6e:2x2", 2, 256, _LARGE, _FAST_PUSH, 4, 1.0, 918e12, 1, 128 * _MIB),
-    "7x": Generation("tpu7x:2x2x1", 2, 256, _LARGE, _FAST_PUSH, 4, 1.0, 2307e12, 2, 64 * _MIB),
+    "v4": Generation("v4:2x2x1", 4, 128, _SMALL, _SLOW_PUSH, 2.0, 275e12, 2, 16 * _MIB),
+    "v5e": Generation("v5e:2x2", 4, 128, _SMALL, _FAST_PUSH, 1.0, 197e12, 1, 128 * _MIB),
+    "v5p": Generation("v5p:2x2x1", 4, 128, _SMALL, _FAST_PUSH, 1.0, 459e12, 2, 64 * _MIB),
+    "v6e": Generation("v6e:2x2", 2, 256, _LARGE, _FAST_PUSH, 1.0, 918e12, 1, 128 * _MIB),
+    "7x": Generation("tpu7x:2x2x1", 2, 256, _LARGE, _FAST_PUSH, 1.0, 2307e12, 2, 64 * _MIB),
 }
