@@ -13,7 +13,7 @@ from .._kernels import cache_directory
 from ._static import Block, Kernel, Measured
 from ._steps import Step, Steps
 
-_FORMAT = 2  # Of what is kept; to be raised whenever measuring itself changes.
+_FORMAT = 3  # Of what is kept; to be raised whenever measuring itself changes.
 
 
 def key_of(program_text: str, device: str, options: dict[str, Any]) -> str:
@@ -56,7 +56,8 @@ def _kernel(found: dict[str, Any]) -> Kernel:
     steps, block = found["steps"], found["block"]
     if steps is not None:
         masked = tuple(Step(**step) for step in steps["masked"])
-        steps = Steps(**{**steps, "whole": Step(**steps["whole"]), "masked": masked})
+        loops = tuple(map(tuple, steps["loops"]))
+        steps = Steps(**{**steps, "whole": Step(**steps["whole"]), "masked": masked, "loops": loops})
     return Kernel(
         **{**found, "grid": tuple(found["grid"]), "steps": steps, "block": None if block is None else Block(**block)}
     )

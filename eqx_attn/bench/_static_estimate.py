@@ -10,13 +10,15 @@ from ._static import Kernel
 class Visits:
     """Of one head: steps with a whole block, with a masked one, and idle ones; and blocks that are set up and written out.
 
-    A masked step is told by the share of its keys, from the first on, that some query sees.
+    A masked step is told by the share of its keys, from the first on, that some query sees. `across` are the blocks of the
+    other axis, over which results are summed.
     """
 
     whole: int
     masked: tuple[float, ...]
     idle: int
     blocks: int
+    across: int
 
 
 def visits_of(q_seq: int, kv_seq: int, block_q: int, block_kv: int, causal: bool, backward: bool) -> Visits:
@@ -38,14 +40,15 @@ def visits_of(q_seq: int, kv_seq: int, block_q: int, block_kv: int, causal: bool
             else:
                 masked.append(min(1.0, keys / block_kv))
     idle = max(lengths) * len(lengths) - sum(lengths)
-    return Visits(whole, tuple(masked), idle, len(lengths))
+    return Visits(whole, tuple(masked), idle, len(lengths), q_blocks if backward else kv_blocks)
 
 
 def call_cycles(kernel: Kernel, visits: Visits, heads: int) -> float:
     """Cycles of one core for a call over `heads` (of all examples): a lower bound, without waiting for memory.
 
-    All set-up and write-out counts for each block, though some of it may run more seldom. Where the kernel has no body
-    of its own for masked blocks, the whole one counts; where it has several, the costliest.
+    All set-up and write-out counts for each block, but loops with as many trips as there are blocks across once a head:
+    they are over the sums of that axis. Where the kernel has no body of its own for masked blocks, the whole one counts;
+    where it has several, the costliest.
     """
     steps, block = kernel.steps, kernel.block
     assert steps is not None and block is not None
@@ -55,13 +58,15 @@ def call_cycles(kernel: Kernel, visits: Visits, heads: int) -> float:
         if steps.masked:
             costs = [_cost(step, seen) for step in steps.masked]
         masked_cost += max(costs)
+    over_sums = sum(cycles for trips, cycles in steps.loops if trips == visits.across)
     visited = visits.whole + len(visits.masked)
     of_head = (
         visits.whole * steps.whole.full_cycles
         + masked_cost
         + visited * steps.transfers
         + visits.idle * steps.idle
-        + visits.blocks * (steps.set_up + steps.write_out)
+        + visits.blocks * (steps.set_up + steps.write_out - over_sums)
+        + over_sums
     )
     turns = heads / block.heads
     return (of_head * turns + 2 * steps.idle) / (kernel.cores or 1)

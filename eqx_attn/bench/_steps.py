@@ -50,8 +50,9 @@ class Steps:
     """A kernel's steps, by the bodies that they run, and what comes on top; all in cycles of one core.
 
     `whole` is the body for blocks without hidden scores. `masked` are the others, in the order of their code. `idle` is a
-    step that runs no body. `set_up` and `write_out` come on top of some steps, `transfers`, what starts copies between
-    memories, on top of those whose blocks are others than those of the step before. `trips` are those of the grid's loop on one
+    step that runs no body. `set_up` and `write_out` come on top of some steps; `loops` are the loops in them, as (trips,
+    cycles of all). `transfers`, what starts copies between memories, comes on top of steps whose blocks are not those of
+    the step before. `trips` are those of the grid's loop on one
     core, two more than steps, in which only transfers are started or awaited; None if they depend on data.
     """
 
@@ -60,6 +61,7 @@ class Steps:
     idle: int
     set_up: int
     write_out: int
+    loops: tuple[tuple[int, int], ...]
     transfers: int
     trips: int | None
 
@@ -101,6 +103,9 @@ def steps_of(schedule: Schedule, generation: Generation) -> Steps | None:
         idle=round(whole.path.cycles),
         set_up=round(sum(block.work.cycles for block in once if block.region.start < start)),
         write_out=round(sum(block.work.cycles for block in once if block.region.start >= start)),
+        loops=tuple(
+            _loop(inner) for block in once for inner in block.region.inner if inner.kind == "loop" and inner.trips
+        ),
         transfers=round(sum(block.work.cycles for block in rest if block not in once)),
         trips=grid.trips,
     )
@@ -113,6 +118,11 @@ def _outermost_loops(region: Region) -> Iterator[Region]:
             yield inner
         else:
             yield from _outermost_loops(inner)
+
+
+def _loop(region: Region) -> tuple[int, int]:
+    trips = region.trips or 1
+    return trips, round(trips * sum(inner.own.cycles for inner in region.regions()))
 
 
 @dataclasses.dataclass(frozen=True)
