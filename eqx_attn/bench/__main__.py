@@ -262,6 +262,7 @@ def _add_static(parser: argparse.ArgumentParser) -> None:
         metavar="KERNEL=QxKV[,FIELD=N]",
         help="with --spec: another tile for a kernel, such as forward=2048x1024 (repeatable)",
     )
+    group.add_argument("--workload", choices=("ring",), help="the time of a published ring attention instead")
     group.add_argument("--direction", choices=("fwd", "bwd"), help="with --spec: only forward or backward")
     group.add_argument(
         "--processes", type=_positive, default=1, metavar="N", help="compilers at once (default: %(default)s)"

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from .._codegen import KernelSpec, REPOSITORY
 from ._environment import commit
@@ -20,6 +21,8 @@ from ._tpu import GENERATIONS
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints a table and, with `--record`, writes rows."""
+    if options.workload:
+        return _workload(options)
     generations = generations_of(options.static)
     if options.spec is None and (options.tile or options.direction):
         raise ValueError("--tile and --direction belong to --spec NAME")
@@ -33,13 +36,27 @@ def run(options: argparse.Namespace) -> int:
             # As they come, so that what was measured before an interruption is there.
             rows = [row_of(entry, result, commit(options.commit)) for entry in entries if entry.job == job]
             write_rows(REPOSITORY / "benchmarks/tpu_static.json", rows, _versions())
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(width=240, highlight=False)).print(table_of(entries, found))
     failed = [(entry, found[entry.job]) for entry in entries if isinstance(found[entry.job], str)]
-    for entry, reason in failed:
-        text = f"{entry.label} {entry.direction} for {entry.generation}: {reason}"
-        console.print(text, style="red", markup=False, soft_wrap=True)
+    faults = [f"{entry.label} {entry.direction} for {entry.generation}: {reason}" for entry, reason in failed]
+    _print(table_of(entries, found), faults)
     return 1 if any(entry.implementation == OURS for entry, _ in failed) else 0
+
+
+def _workload(options: argparse.Namespace) -> int:
+    from . import _static_ring as ring
+
+    if options.static not in ("", ring.GENERATION):
+        raise ValueError(f"--workload ring is of {ring.GENERATION}, not of {options.static}")
+    table, failed = ring.run(lambda jobs: with_progress(jobs, options.processes))
+    _print(table, failed)
+    return 1 if failed else 0
+
+
+def _print(table: Table, faults: list[str]) -> None:
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(width=240, highlight=False)).print(table)
+    for fault in faults:
+        console.print(fault, style="red", markup=False, soft_wrap=True)
 
 
 def _spec_entries(options: argparse.Namespace, generations: list[str]) -> list[Entry]:

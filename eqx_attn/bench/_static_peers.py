@@ -28,9 +28,19 @@ def installed_peers() -> list[str]:
 
 
 def peer_program(
-    peer: str, direction: str, head_dim: int, mask: str, seq: int, heads: int, tile: tuple[int, int, int]
+    peer: str,
+    direction: str,
+    head_dim: int,
+    mask: str,
+    seq: int,
+    heads: int,
+    tile: tuple[int, int, int],
+    segments: bool = False,
 ) -> Program:
-    """The forward or the fused backward of a peer. `tile` is its block of queries, of keys, and of keys per product."""
+    """The forward or the fused backward of a peer. `tile` is its block of queries, of keys, and of keys per product.
+
+    With `segments`, padding at the end is hidden by a segment mask.
+    """
     block_q, block_kv, compute = tile
     blocks = dict(
         block_q=block_q,
@@ -41,11 +51,13 @@ def peer_program(
         block_kv_dkv_compute=compute,
         use_fused_bwd_kernel=True,
     )
-    kernel = (_jax_splash if peer == "jax_splash" else _tokamax_splash)(mask, seq, heads, blocks)
+    splash, kernel = (_jax_splash if peer == "jax_splash" else _tokamax_splash)(mask, seq, heads, blocks)
     array = jax.ShapeDtypeStruct((heads, seq, head_dim), jnp.bfloat16)
 
+    ids = splash.SegmentIds(jnp.ones(seq, jnp.int32), jnp.ones(seq, jnp.int32)) if segments else None
+
     def forward(query, key, value):
-        return kernel(query, key, value)
+        return kernel(query, key, value, segment_ids=ids)
 
     def backward(query, key, value, dout):
         return jax.vjp(forward, query, key, value)[1](dout)
@@ -55,7 +67,7 @@ def peer_program(
     return Program(function, arguments, lambda call: Block(block_q, block_kv, 1), names, _MORE_VMEM)
 
 
-def _jax_splash(mask: str, seq: int, heads: int, blocks: dict[str, Any]) -> Any:
+def _jax_splash(mask: str, seq: int, heads: int, blocks: dict[str, Any]) -> tuple[Any, Any]:
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
         splash_attention_mask as masks,
@@ -63,16 +75,17 @@ def _jax_splash(mask: str, seq: int, heads: int, blocks: dict[str, Any]) -> Any:
 
     kind = masks.CausalMask if mask == "causal" else masks.FullMask
     head_masks = masks.MultiHeadMask([kind((seq, seq)) for _ in range(heads)])
-    return splash.make_splash_mha(head_masks, block_sizes=splash.BlockSizes(**blocks), head_shards=1, q_seq_shards=1)
+    sizes = splash.BlockSizes(**blocks)
+    return splash, splash.make_splash_mha(head_masks, block_sizes=sizes, head_shards=1, q_seq_shards=1)
 
 
-def _tokamax_splash(mask: str, seq: int, heads: int, blocks: dict[str, Any]) -> Any:
+def _tokamax_splash(mask: str, seq: int, heads: int, blocks: dict[str, Any]) -> tuple[Any, Any]:
     # Not in its public interface, but what it runs on a TPU.
     splash = importlib.import_module(f"{_TOKAMAX}.splash_attention_kernel")
     masks = importlib.import_module(f"{_TOKAMAX}.splash_attention_mask")
     kind = masks.CausalMask if mask == "causal" else masks.FullMask
     config = splash.SplashConfig(**blocks, use_base2_exp=True, use_experimental_scheduler=True)
-    return splash.make_splash_mha_single_device(kind((seq, seq)), config=config)
+    return splash, splash.make_splash_mha_single_device(kind((seq, seq)), config=config)
 
 
 _TOKAMAX = "tokamax._src.ops.experimental.tpu.splash_attention"

@@ -20,7 +20,9 @@ Overrides = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 """Fields of tiles to change: ((tiles' field, ((tile's field, value), ...)), ...)."""
 
 
-def spec_program(name: str, direction: Direction, device: str, seq: int, overrides: Overrides = ()) -> Program:
+def spec_program(
+    name: str, direction: Direction, device: str, seq: int, overrides: Overrides = (), out_dtype: str | None = None
+) -> Program:
     """The forward or backward of a kernel, with the default tiles but for `overrides`."""
     compilers = importlib.import_module(f"{_codegen._package}.compilers")
     spec = KernelSpec.from_name(name)
@@ -28,6 +30,8 @@ def spec_program(name: str, direction: Direction, device: str, seq: int, overrid
     tiles = tiles_of(spec, device, seq, overrides)
     forward, backward = compilers.functions(spec, device, shape, tiles)
     function, arguments = forward if direction == "fwd" else backward
+    *arrays, operands = arguments
+    arguments = (*arrays, dataclasses.replace(operands, out_dtype=out_dtype))
     return Program(function, arguments, lambda call: block_of(call, seq, spec.qk_dim))
 
 
