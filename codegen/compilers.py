@@ -1,15 +1,13 @@
 """One kernel file through a real compiler, and what the compiler tells of the result."""
 
 import dataclasses
-import functools
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .spec import KernelSpec, Layout, MaskKind
 
@@ -30,46 +28,37 @@ class Shape:
 # A grouped call of ordinary size. The lengths are no multiple of any tile, so that the code of the last block is there.
 RAGGED = Shape(batch=2, seq=4000, q_heads=8, kv_heads=2)
 
-_TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
+_schedules: Path | None = None  # Where libtpu dumps what it schedules, if it was asked to.
+
+
+def dump_schedules(folder: Path) -> None:
+    """Has libtpu, which must not be loaded yet, tell cycles as well."""
+    global _schedules
+    from eqx_attn.bench._static import start_dumping
+
+    _schedules = start_dumping(folder)
 
 
 def compile_tpu(spec: KernelSpec, device: str) -> dict[str, dict[str, int | str]]:
-    """Compiles for a TPU generation. Returns, for each kernel, the bytes of VMEM that the compiler gave it."""
-    sharding = jax.sharding.NamedSharding(_mesh(device), jax.sharding.PartitionSpec())
+    """Compiles for a TPU generation. Returns, for each kernel, the bytes of VMEM that the compiler gave it.
+
+    After `dump_schedules`, also the cycles of a step with a whole block and the useful share of the matrix units' peak.
+    """
+    from eqx_attn.bench._static import compiled_kernels, lower, Program
+    from eqx_attn.bench._static_spec import block_of, useful_of
+
     found = {}
-    for function, shapes in functions(spec, device):
-        arguments = jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes
-        )
-        with jax.sharding.use_abstract_mesh(_mesh(device).abstract_mesh):
-            compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-        kernels = dict(vmem_of_kernels(compiled.as_text() or ""))
+    for function, arguments in functions(spec, device):
+        program = Program(function, arguments, lambda call: block_of(call, RAGGED.seq, spec.qk_dim))
+        kernels = compiled_kernels(program, device, *lower(program, device), _schedules)
         if not kernels:
             raise AssertionError(f"{function.__name__} compiled to a program without a Pallas kernel")
-        found |= kernels
+        for kernel in kernels:
+            found[kernel.name] = {"vmem": kernel.vmem}
+            if kernel.steps is not None:
+                useful = useful_of(kernel, device, spec.qk_dim, spec.v_dim)
+                found[kernel.name] |= {"cycles": kernel.steps.whole.full_cycles, "useful": f"{useful:.0%}"}
     return found
-
-
-def vmem_of_kernels(hlo: str) -> Iterator[tuple[str, dict[str, int | str]]]:
-    """The Pallas kernels of a compiled TPU program and the VMEM of each, from XLA's own text."""
-    for line in hlo.splitlines():
-        if 'custom_call_target="tpu_custom_call"' not in line:
-            continue
-        name = re.match(r"\s*(?:ROOT )?%?([\w\-]+)", line)
-        used = re.search(r'"used_scoped_memory_configs":(\[.*?\])', line)
-        spaces = json.loads(used[1]) if used else []
-        yield (
-            (name[1] if name else "?"),
-            {"vmem": sum(int(space["size"]) for space in spaces if space["memory_space"] == "1")},
-        )
-
-
-@functools.cache
-def _mesh(device: str) -> jax.sharding.Mesh:
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=_TOPOLOGIES[device])
-    return jax.sharding.Mesh(np.array(topology.devices).reshape(-1)[:1], ("device",))
 
 
 def compile_cuda(spec: KernelSpec, device: str) -> dict[str, dict[str, int | str]]:

@@ -91,9 +91,9 @@ class Measured:
     compile_seconds: float
 
 
-def start_dumping() -> Path:
-    """Has libtpu, which must not be loaded yet, dump schedules into a folder of this process, and returns it."""
-    folder = Path(tempfile.mkdtemp(prefix="eqx_attn_schedules_"))
+def start_dumping(folder: Path) -> Path:
+    """Has libtpu, which must not be loaded yet, dump schedules into a new folder inside `folder`, and returns that."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
     flags = (os.environ.get("LIBTPU_INIT_ARGS", ""), f"--xla_jf_dump_to={folder}", *DUMP_FLAGS)
     os.environ["LIBTPU_INIT_ARGS"] = " ".join(flags).strip()
     return folder
@@ -106,43 +106,59 @@ def measure(program: Program, device: str, folder: Path) -> Measured | str:
     """
     from ._static_cache import keep, key_of, recall
 
-    mesh = _mesh(device)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    arguments = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), program.arguments
-    )
     start = time.perf_counter()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(program.function).trace(*arguments)
-        lowered = traced.lower(lowering_platforms=("tpu",))
+    calls, lowered = lower(program, device)
     key = key_of(lowered.as_text(), device, program.compiler_options)
     if (known := recall(key)) is not None:
         return known
     try:
-        hlo = lowered.compile(compiler_options=program.compiler_options or None).as_text() or ""
-        kernels = list(_kernels(program, device, hlo, list(pallas_calls(traced.jaxpr.jaxpr)), dumped_kernels(folder)))
-        result = Measured(tuple(kernels), time.perf_counter() - start)
+        kernels = compiled_kernels(program, device, calls, lowered, folder)
+        result = Measured(kernels, time.perf_counter() - start)
     except jax.errors.JaxRuntimeError as error:
         result = " ".join(str(error).split())[:400]
-    finally:
-        for path in folder.iterdir():
-            path.unlink()
     keep(key, result)
     return result
 
 
-def _kernels(
-    program: Program, device: str, hlo: str, calls: list[PallasCall], dumps: dict[str, Path]
-) -> Iterator[Kernel]:
-    by_name = {call.name: call for call in calls}
-    for name, vmem in vmem_of_kernels(hlo):
-        if not re.search(program.names, name):
-            continue
-        call = by_name[re.sub(r"\.\d+$", "", name)]
-        if name not in dumps:
-            raise ValueError(f"libtpu dumped no schedule of {name}; it has one of {', '.join(dumps)}")
-        steps = steps_of(read_schedule(dumps[name]), GENERATIONS[device])
-        yield Kernel(call.name, vmem, call.grid, steps, program.block(call) if steps else None)
+def lower(program: Program, device: str) -> tuple[list[PallasCall], Any]:
+    """The program lowered for a device, and the Pallas calls in it."""
+    mesh = mesh_of(device)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arguments = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), program.arguments
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(program.function).trace(*arguments)
+        return list(pallas_calls(traced.jaxpr.jaxpr)), traced.lower(lowering_platforms=("tpu",))
+
+
+def compiled_kernels(
+    program: Program, device: str, calls: list[PallasCall], lowered: Any, folder: Path | None
+) -> tuple[Kernel, ...]:
+    """Compiles, and measures what libtpu dumps into `folder`; where that is None, the kernels have no steps.
+
+    Raises `JaxRuntimeError` where the compiler refuses.
+    """
+    try:
+        hlo = lowered.compile(compiler_options=program.compiler_options or None).as_text() or ""
+        dumps = {} if folder is None else dumped_kernels(folder)
+        by_name = {call.name: call for call in calls}
+        kernels = []
+        for name, vmem in vmem_of_kernels(hlo):
+            if re.search(program.names, name):
+                call = by_name[re.sub(r"\.\d+$", "", name)]
+                steps = None if folder is None else _steps(name, dumps, device)
+                kernels.append(Kernel(call.name, vmem, call.grid, steps, program.block(call) if steps else None))
+        return tuple(kernels)
+    finally:
+        for path in folder.iterdir() if folder is not None else ():
+            path.unlink()
+
+
+def _steps(name: str, dumps: dict[str, Path], device: str) -> Steps | None:
+    if name not in dumps:
+        raise ValueError(f"libtpu dumped no schedule of {name}; it has one of {', '.join(dumps)}")
+    return steps_of(read_schedule(dumps[name]), GENERATIONS[device])
 
 
 def vmem_of_kernels(hlo: str) -> Iterator[tuple[str, int]]:
@@ -185,8 +201,10 @@ def _extent(size: Any) -> int:
 
 
 @functools.cache
-def _mesh(device: str) -> jax.sharding.Mesh:
+def mesh_of(device: str) -> jax.sharding.Mesh:
+    """One absent device of a TPU generation."""
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=GENERATIONS[device].topology)
+    generation = GENERATIONS[device]
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=generation.topology, **generation.chip_config)
     return jax.sharding.Mesh(np.array(topology.devices).reshape(-1)[:1], ("device",))

@@ -6,7 +6,9 @@ import importlib
 import multiprocessing
 import os
 import queue
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from .. import _codegen
@@ -30,8 +32,8 @@ def measure_all(jobs: list[Job], processes: int, seconds: float = 600) -> Iterat
         waiting.put(job)
     results: queue.SimpleQueue[tuple[Job, Measured | str]] = queue.SimpleQueue()
 
-    def work() -> None:
-        worker = _Worker()
+    def work(folder: Path) -> None:
+        worker = _Worker(folder)
         try:
             while not waiting.empty():
                 job = waiting.get_nowait()
@@ -41,9 +43,12 @@ def measure_all(jobs: list[Job], processes: int, seconds: float = 600) -> Iterat
         finally:
             worker.stop()
 
-    with concurrent.futures.ThreadPoolExecutor(processes) as threads:
+    with (
+        tempfile.TemporaryDirectory(prefix="eqx_attn_schedules_") as folder,
+        concurrent.futures.ThreadPoolExecutor(processes) as threads,
+    ):
         for _ in range(min(processes, len(jobs))):
-            threads.submit(work)
+            threads.submit(work, Path(folder))
         for _ in jobs:
             yield results.get()
 
@@ -51,7 +56,8 @@ def measure_all(jobs: list[Job], processes: int, seconds: float = 600) -> Iterat
 class _Worker:
     """A process that measures one job after the other, and is replaced where it dies or takes too long."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._process: Any = None
         self._pipe: Any = None
 
@@ -60,7 +66,7 @@ class _Worker:
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            self._process = context.Process(target=_serve, args=(theirs, self._folder), daemon=True)
             self._process.start()
             theirs.close()
         try:
@@ -82,10 +88,8 @@ class _Worker:
         self._process = None
 
 
-def _serve(pipe: Any) -> None:
-    import shutil
-
-    folder = start_dumping()
+def _serve(pipe: Any, folder: Path) -> None:
+    folder = start_dumping(folder)
     try:
         while True:
             job = pipe.recv()
@@ -97,5 +101,3 @@ def _serve(pipe: Any) -> None:
             pipe.send(result)
     except EOFError:
         pass
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -18,10 +18,10 @@ from ._static_spec import (
     flops_per_score,
     HEADS,
     Overrides,
-    products_of,
     share_of,
     spec_program,
     tiles_of,
+    useful_of,
 )
 from ._tpu import GENERATIONS
 
@@ -180,8 +180,8 @@ def _cells(entry: Entry, kernel: Kernel, measured: Measured, alone: bool) -> lis
     vmem = f"{kernel.vmem / 2**20:.1f}"
     if steps is None or block is None:
         return [*head, "", vmem]
-    flops = entry.flops if alone else products_of(kernel.name, *entry.head_dims)
-    useful = flops * block.scores / (steps.whole.full_cycles * GENERATIONS[entry.generation].flops_per_cycle)
+    whole_pass = share_of(measured, entry.generation, entry.flops).useful
+    useful = whole_pass if alone else useful_of(kernel, entry.generation, *entry.head_dims)
     busiest = sorted(steps.whole.units.items(), key=lambda unit: -unit[1])[:2]
     return [
         *head,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .. import _codegen
 from .._codegen import KernelSpec
 from .._operands import Tile, Tiles
-from ._static import Block, Measured, PallasCall, Program
+from ._static import Block, Kernel, Measured, PallasCall, Program
 from ._tpu import GENERATIONS
 
 Direction = Literal["fwd", "bwd"]
@@ -83,6 +83,14 @@ def products_of(kernel: str, qk_dim: int, v_dim: int) -> int:
     if "dkv" in kernel or "dk" in kernel:
         return 2 * scores_and_weights
     return flops_per_score(qk_dim, v_dim, "bwd") if "backward" in kernel else scores_and_weights
+
+
+def useful_of(kernel: Kernel, device: str, qk_dim: int, v_dim: int) -> float:
+    """One kernel's useful share of the matrix units' peak, in a step with a whole block."""
+    steps, block = kernel.steps, kernel.block
+    assert steps is not None and block is not None
+    flops = products_of(kernel.name, qk_dim, v_dim) * block.scores
+    return flops / (steps.whole.full_cycles * GENERATIONS[device].flops_per_cycle)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,8 @@ class Generation:
 
     topology: str
     """The smallest one that libtpu compiles for."""
+    chip_config: dict[str, str]
+    """How libtpu is told that the cores of a chip work as one device, where that is not its default."""
     matrix_units: int
     matrix_size: int
     """A matrix unit holds a stationary square of so many rows and columns."""
@@ -52,9 +54,11 @@ _FAST_PUSH = {"f32": 2, "bf16": 4, "8bit": 4}
 _MIB = 2**20
 
 GENERATIONS = {
-    "v4": Generation("v4:2x2x1", 4, 128, _SMALL, _SLOW_PUSH, 2.0, 275e12, 2, 16 * _MIB, 1.23e12),
-    "v5e": Generation("v5e:2x2", 4, 128, _SMALL, _FAST_PUSH, 1.0, 197e12, 1, 128 * _MIB, 0.82e12),
-    "v5p": Generation("v5p:2x2x1", 4, 128, _SMALL, _FAST_PUSH, 1.0, 459e12, 2, 64 * _MIB, 2.77e12),
-    "v6e": Generation("v6e:2x2", 2, 256, _LARGE, _FAST_PUSH, 1.0, 918e12, 1, 128 * _MIB, 1.64e12),
-    "7x": Generation("tpu7x:2x2x1", 2, 256, _LARGE, _FAST_PUSH, 1.0, 2307e12, 2, 64 * _MIB, 7.37e12),
+    "v4": Generation(
+        "v4:2x2x1", {"chip_config_name": "megacore"}, 4, 128, _SMALL, _SLOW_PUSH, 2.0, 275e12, 2, 16 * _MIB, 1.23e12
+    ),
+    "v5e": Generation("v5e:2x2", {}, 4, 128, _SMALL, _FAST_PUSH, 1.0, 197e12, 1, 128 * _MIB, 0.82e12),
+    "v5p": Generation("v5p:2x2x1", {}, 4, 128, _SMALL, _FAST_PUSH, 1.0, 459e12, 2, 64 * _MIB, 2.77e12),
+    "v6e": Generation("v6e:2x2", {}, 2, 256, _LARGE, _FAST_PUSH, 1.0, 918e12, 1, 128 * _MIB, 1.64e12),
+    "7x": Generation("tpu7x:2x2x1", {}, 2, 256, _LARGE, _FAST_PUSH, 1.0, 2307e12, 2, 64 * _MIB, 7.37e12),
 }
