@@ -10,6 +10,8 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
+import tempfile
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -29,7 +31,10 @@ class CannotVerify(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """Whose compiler, for which device kinds, and which figures of a compiled kernel it tells."""
+    """Whose compiler, for which device kinds, and which figures of a compiled kernel it tells.
+
+    With `wide`, the table has a column for each device, with all figures.
+    """
 
     targets: tuple[Target, ...]
     devices: tuple[str, ...]
@@ -37,15 +42,16 @@ class Platform:
     extra: str
     figures: dict[str, str]
     environment: dict[str, str]
+    wide: bool
 
 
 PLATFORMS = {
     "tpu": Platform(
         targets=(Target.PALLAS_TPU,),
-        devices=("v5e", "v5p", "v6e", "7x"),
+        devices=("v4", "v5e", "v5p", "v6e", "7x"),
         packages=("libtpu", "jax"),
         extra="tpu",
-        figures={"vmem": "VMEM"},
+        figures={"vmem": "VMEM", "cycles": "cycles", "useful": "MXU"},
         environment={
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
@@ -55,6 +61,7 @@ PLATFORMS = {
             "TPU_STDERR_LOG_LEVEL": "3",
             "TPU_MIN_LOG_LEVEL": "3",
         },
+        wide=True,
     ),
     "cuda": Platform(
         targets=(Target.TRITON,),
@@ -68,6 +75,7 @@ PLATFORMS = {
             "tensor_core": "tensor cores",
         },
         environment={"JAX_PLATFORMS": "cpu"},
+        wide=False,
     ),
 }
 
@@ -181,7 +189,10 @@ def _compile_all(
     found = {}
     with (
         Progress(*columns, console=Console(stderr=True)) as progress,
-        concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,
+        tempfile.TemporaryDirectory(prefix="eqx_attn_schedules_") as folder,
+        concurrent.futures.ProcessPoolExecutor(
+            workers, multiprocessing.get_context("spawn"), _start_worker, (platform.targets, Path(folder))
+        ) as pool,
     ):
         task = progress.add_task("compiling", total=len(jobs))
         futures = {pool.submit(compile_spec, spec, device): (spec, device) for spec, device in jobs}
@@ -190,6 +201,13 @@ def _compile_all(
             found[spec, device] = future.result()
             progress.update(task, advance=1, description=f"{spec.name} for {device}")
     return {job: found[job] for job in jobs}
+
+
+def _start_worker(targets: tuple[Target, ...], folder: Path) -> None:
+    if Target.PALLAS_TPU in targets:
+        from . import compilers
+
+        compilers.dump_schedules(folder)
 
 
 def compile_spec(spec: KernelSpec, device: str) -> Compiled:
@@ -205,18 +223,17 @@ def compile_spec(spec: KernelSpec, device: str) -> Compiled:
 
 
 def _table(results: dict[tuple[KernelSpec, str], Compiled], devices: tuple[str, ...], platform: Platform) -> Table:
-    """A row for each kernel, with a column for each device; a row for each device where there are several figures."""
+    """A row for each kernel, with a column for each device, or a row for each kernel and device."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    wide = len(platform.figures) == 1
-    titles = [f"{device} {title}" for device in devices for title in platform.figures.values()]
-    for title in ("spec", "kernel", *(titles if wide else ("device", *platform.figures.values()))):
+    titles = [f"{device}: {', '.join(platform.figures.values())}" for device in devices]
+    for title in ("spec", "kernel", *(titles if platform.wide else ("device", *platform.figures.values()))):
         table.add_column(title, justify="left" if title in ("spec", "kernel", "device") else "right", no_wrap=True)
     for spec, kernel in _kernels(results):
         cells = {
             device: [_cell(results[spec, device], kernel, figure) for figure in platform.figures] for device in devices
         }
-        if wide:
-            table.add_row(spec.name, kernel, *(cell for device in devices for cell in cells[device]))
+        if platform.wide:
+            table.add_row(spec.name, kernel, *(" ".join(dict.fromkeys(cells[device])) for device in devices))
         else:
             for device in devices:
                 table.add_row(spec.name, kernel, device, *cells[device])

@@ -10,7 +10,8 @@ from pathlib import Path
 _DESCRIPTION = """\
 Times eqx_attn.attention on this machine's GPU against what comes with JAX (the default), checks the checked-in kernels
 against the dense oracle (--verify), times a training step against equinox's layer (--train-step), or predicts the
-efficiency of sequences over devices (--predict, which runs nothing).
+efficiency of sequences over devices (--predict, which runs nothing), or measures TPU kernels by the schedules of the
+compiler (--static, which needs no TPU).
 
 Times are busy times of the GPU from JAX's profiler, medians over repeats in which all implementations take turns; the
 backward is the time of both directions less that of the forward. TFLOP/s count visible scores only: 4 operations
@@ -23,6 +24,7 @@ over that of our dense causal kernel, which takes turns in the same traces.
   python -m eqx_attn.bench --verify 'triton/*causal*' --record
   python -m eqx_attn.bench --train-step --output step.json
   python -m eqx_attn.bench --predict --tokens 1048576 --link-bandwidth 370,50 --plot efficiency.png
+  python -m eqx_attn.bench --static v6e --spec bhsd_full_qk128_v128 --tile forward=2048x2048
 
 Exit status: 0 if all went well, 1 if a kernel disagrees with the oracle or a measurement failed, 2 if the program could
 not run."""
@@ -48,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
             )
         if options.predict:
             return _predict(options)
+        if options.static is not None:
+            from ._static_command import run
+
+            return run(options)
         return _train_step(options) if options.train_step else _time(options)
     except (ValueError, OSError) as error:
         if options.verbose:
@@ -182,6 +188,13 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--predict", action="store_true", help="predict the efficiency of sequences over 8 to 512 devices; runs nothing"
     )
+    what.add_argument(
+        "--static",
+        nargs="?",
+        const="",
+        metavar="TPU[,TPU]",
+        help="measure TPU kernels for these generations (default: all) by libtpu's schedules, without a TPU",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file (default: below benchmarks/results)")
     parser.add_argument("--commit", metavar="TEXT", help="the commit to note (default: $EQX_ATTN_COMMIT, or git's)")
     parser.add_argument("--verbose", action="store_true", help="show the whole traceback of an error")
@@ -234,7 +247,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     step.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
     _add_prediction(parser.add_argument_group("--predict", "The defaults are what was measured on H200s with NVLink."))
+    _add_static(parser)
     return parser
+
+
+def _add_static(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("--static", "Cycles of the compiler's final schedule; needs libtpu and no TPU.")
+    group.add_argument("--spec", metavar="NAME[,NAME]", help="only these kernels of ours, such as bhsd_full_qk128_v128")
+    group.add_argument("--seq", type=_positive, default=8192, metavar="N", help="tokens (default: %(default)s)")
+    group.add_argument(
+        "--tile",
+        action="append",
+        default=[],
+        metavar="KERNEL=QxKV[,FIELD=N]",
+        help="with --spec: another tile for a kernel, such as forward=2048x1024 (repeatable)",
+    )
+    group.add_argument("--workload", choices=("ring",), help="the time of a published ring attention instead")
+    group.add_argument("--direction", choices=("fwd", "bwd"), help="with --spec: only forward or backward")
+    group.add_argument(
+        "--processes", type=_positive, default=1, metavar="N", help="compilers at once (default: %(default)s)"
+    )
 
 
 def _add_prediction(group) -> None:
