@@ -248,13 +248,15 @@ def results(variant: Variant, inputs: oracle.Inputs, parameters: dict[str, Any],
     return {name: np.asarray(x, np.float64) for name, x in found.items()}
 
 
-def check(name: str, inputs: oracle.Inputs, seed: int = 0, **options):
+def check(name: str, inputs: oracle.Inputs, implementations: tuple[str, ...]):
     """One variant against its law."""
     variant, sizes = VARIANTS[name], oracle.score_shape(inputs)
-    parameters = variant.parameters(np.random.default_rng(seed), sizes)
-    if options.get("implementation") == "reference":  # JAX itself sums the gradients, in the dtype of the array
-        parameters = {n: np.float32(x) if x.dtype == np.float16 else x for n, x in parameters.items()}
+    parameters = variant.parameters(np.random.default_rng(0), sizes)
     wanted = expected(variant, inputs, parameters)
-    found = results(variant, inputs, parameters, **options)
-    assert found.keys() == wanted.keys()
-    oracle.assert_matches(found, wanted, wanted)
+    for implementation in implementations:
+        given = parameters
+        if implementation == "reference":  # JAX itself sums the gradients, in the dtype of the array
+            given = {n: np.float32(x) if x.dtype == np.float16 else x for n, x in parameters.items()}
+        found = results(variant, inputs, given, implementation=implementation)
+        assert found.keys() == wanted.keys()
+        oracle.assert_matches(found, wanted, wanted)
