@@ -10,8 +10,13 @@ _MIB = {"v4": 16, "v5e": 128, "v5p": 64, "v6e": 128, "7x": 64}
 
 def vmem_limit_bytes() -> int:
     """Three quarters of the vector memory of the TPU that is lowered for; of the smallest where none is known."""
-    name = current_target("tpu") or _generation_here()
+    name = tpu_generation()
     return (_MIB[name] if name else min(_MIB.values())) * 2**20 * 3 // 4
+
+
+def tpu_generation() -> str | None:
+    """The TPU that is lowered for, as `target` names it; None where none is known."""
+    return current_target("tpu") or _generation_here()
 
 
 def _generation_here() -> str | None:
