@@ -153,12 +153,11 @@ def with_progress(
     jobs: list[Job], processes: int, progress: Progress | None = None
 ) -> Iterator[tuple[Job, Measured | str]]:
     """`measure_all`, with a bar of its own or, while it runs, in `progress`."""
-    with contextlib.ExitStack() as stack:
-        progress = progress or stack.enter_context(progress_bar())
-        task = progress.add_task("compiling", total=len(jobs))
+    with contextlib.nullcontext(progress) if progress else progress_bar() as shown:
+        task = shown.add_task("compiling", total=len(jobs))
         for job, result in measure_all(jobs, processes):
             words = " ".join(str(argument) for argument in job.arguments[:2])
-            progress.update(task, advance=1, description=f"{words} for {job.device}")
+            shown.update(task, advance=1, description=f"{words} for {job.device}")
             yield job, result
-        if not stack:
+        if progress:
             progress.remove_task(task)
