@@ -51,10 +51,12 @@ def alternative(spec: KernelSpec, field: dataclasses.Field) -> KernelSpec | None
     of their own, which `v_dim` shows.
     """
     value = getattr(spec, field.name)
-    if isinstance(value, Target):
+    if isinstance(value, Target) or value == "":  # nothing that could be there instead
         return None
     if isinstance(value, bool):
         other = not value
+    elif field.type is str:
+        other = ""
     elif isinstance(value, int):  # The other kind of dim, since powers of two differ in numbers only.
         other = 96 if power_of_two(value) else 128
     else:
@@ -99,6 +101,10 @@ _OPTIONS = {
     "dropout": ("no dropout", "weights are dropped by a hash of global indices"),
     "maxlogit": ("the largest scores stay inside", "the forward also returns each row's largest score"),
 }
+_MODS = {
+    "scoremod": "a user's function makes of each score another one",
+    "maskmod": "a user's function hides keys",
+}
 
 
 def words(spec: KernelSpec, field: dataclasses.Field) -> str:
@@ -110,6 +116,8 @@ def words(spec: KernelSpec, field: dataclasses.Field) -> str:
     if field.type is bool:
         without, with_it = _OPTIONS[field.name]
         return with_it if value else without
+    if field.type is str:
+        return _MODS[field.name] if value else "no function"
     if field.type is int:
         kind = "a power of two" if power_of_two(value) else "not a power of two"
         return f"{'query and key' if field.name == 'qk_dim' else 'value'} rows have {value} columns, {kind}"

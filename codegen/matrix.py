@@ -6,6 +6,7 @@ Everything else is rendered on demand. The whole matrix stays below about 120 fi
 import dataclasses
 import fnmatch
 import itertools
+from typing import Any
 
 from .spec import KernelSpec, Layout, MaskKind, Target
 
@@ -27,7 +28,7 @@ class Family:
 
     def specs(self) -> list[KernelSpec]:
         """The family's kernels."""
-        options = dict.fromkeys(self.options, True)
+        options: dict[str, Any] = dict.fromkeys(self.options, True)
         return [
             KernelSpec(target, layout, self.mask, *(dim if isinstance(dim, tuple) else (dim, dim)), **options)
             for target, layout, dim in itertools.product(self.targets, self.layouts, self.dims)

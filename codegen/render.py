@@ -1,8 +1,9 @@
 """The one Jinja environment: a specification in, the text of its kernel out.
 
-A template is `templates/<target>/attention.py.jinja` and emits final text; no formatter runs afterwards. It sees every
-field of the specification as a plain name (`layout`, `mask`, `qk_dim`, `v_dim`, `segments`, ...), the whole of it as
-`spec`, and the helpers of `_helpers`. Macros that several targets share are imported by their path below `templates/`:
+A template is `templates/<target>/attention.py.jinja` and emits final text; no formatter runs afterwards. It sees
+every field of the specification as a plain name (`layout`, `mask`, `qk_dim`, `v_dim`, `segments`, ...), the whole of
+it as `spec`, the functions that are printed into the kernel as `mods`, and the helpers of `_helpers`. Macros that
+several targets share are imported by their path below `templates/`:
 `{% import "macros/masks.jinja" as masks with context %}`.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import jinja2
 
+from .mod_text import mod_text
 from .spec import KernelSpec, SpecError, Target
 
 
@@ -48,10 +50,16 @@ def render_body(spec: KernelSpec, environment: jinja2.Environment) -> str:
     """The text below the header, from this environment's templates."""
     grids: list[str] = []
     facts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    body = environment.get_template(template_name(spec)).render(spec=spec, **facts, **_helpers(grids))
+    template = environment.get_template(template_name(spec))
+    mods = mod_text(spec, functools.partial(_without_mods, spec))
+    body = template.render(spec=spec, mods=mods, **facts, **_helpers(grids))
     if spec.target is Target.PALLAS_TPU:
         _check_grids(body, grids)
     return body
+
+
+def _without_mods(spec: KernelSpec) -> str:
+    return render_body(dataclasses.replace(spec, scoremod="", maskmod=""), environment())
 
 
 @functools.cache

@@ -71,6 +71,8 @@ class KernelSpec:
     - `sinks`: a logit per head counts in the softmax's denominator.
     - `dropout`: some weights are 0 and the others larger.
     - `maxlogit`: the forward also returns each row's largest visible score.
+    - `scoremod`, `maskmod`: a user's function makes of a score another one, or hides keys; the digest of its
+        `program.Program`, or "" where there is none.
     """
 
     target: Target
@@ -86,6 +88,8 @@ class KernelSpec:
     sinks: bool = False
     dropout: bool = False
     maxlogit: bool = False
+    scoremod: str = ""
+    maskmod: str = ""
 
     @property
     def name(self) -> str:
@@ -103,6 +107,10 @@ class KernelSpec:
             if kind is bool:
                 values[field.name] = field.name in words
                 words = [word for word in words if word != field.name]
+            elif kind is str:
+                found = [word for word in words if re.fullmatch(rf"{field.name}[0-9a-f]{{12}}", word)]
+                values[field.name] = found[0].removeprefix(field.name) if found else ""
+                words = [word for word in words if word not in found]
             elif not words:
                 raise SpecError(f"{name!r} ends before its {field.name}; {_FORM}")
             elif kind is int:
@@ -132,6 +140,11 @@ class KernelSpec:
                 )
         if self.layout.packed and self.qk_dim != self.v_dim:
             reasons.append(f"qk_dim is {self.qk_dim} and v_dim {self.v_dim}; a packed array has one head dim")
+        if self.target is Target.PALLAS_TPU and (self.scoremod or self.maskmod):
+            reasons.append(
+                "score_mod and Mask.from_function: functions are not printed into the kernels of pallas_tpu yet; leave "
+                "implementation out, or give a bias or a boolean mask"
+            )
         return reasons
 
     @property
@@ -152,6 +165,8 @@ def _label(spec: KernelSpec, field: dataclasses.Field) -> str:
     value = getattr(spec, field.name)
     if field.type is bool:
         return field.name if value else ""
+    if field.type is str:
+        return f"{field.name}{value}" if value else ""
     if field.type is int:
         return f"{field.name.removesuffix('_dim')}{value}"
     return str(value)

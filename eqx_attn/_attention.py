@@ -1,5 +1,6 @@
 """The public function on three arrays: validate and serve."""
 
+from collections.abc import Callable
 from typing import Literal
 
 from beartype import beartype
@@ -32,6 +33,7 @@ def attention(
     return_lse: bool = False,
     return_max_logit: bool = False,
     context: ContextParallel | None = None,
+    score_mod: Callable | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """Scaled dot-product attention, `softmax(scale * query @ key.T) @ value` over the keys that `mask` shows.
 
@@ -66,16 +68,31 @@ def attention(
         them whatever is given.
     - `return_lse`: return an `AttentionOutput` with the lse, which is differentiable.
     - `return_max_logit`: return an `AttentionOutput` also with the largest visible score of each head, without gradient.
+    - `score_mod`: a function `(score, batch, q_head, q_index, kv_index) -> score` of scalars (float32, float64 for float64
+        arrays; int32), written with `jax.numpy`, which becomes part of the kernel. It takes the score after softcap and bias; masks
+        hold for what it returns, and -inf hides a key. It may close over arrays and index them; floating ones have gradients. `batch`
+        counts the examples of the batch axes; indices are those of the whole arrays (with a `context`, of the original order).
     - `context`: an `eqx_attn.ContextParallel`: the sequences are spread over the devices of a mesh axis.
 
     **Returns:** `[*batch, q_seq, q_heads, v_dim]` in the query's dtype and layout, or an `AttentionOutput`.
 
-    **Raises:** ValueError or TypeError while tracing, where arguments do not fit or `implementation` cannot serve them.
+    **Raises:** ValueError or TypeError while tracing, where arguments do not fit or `implementation` cannot serve
+    them; also, with its line named, where a function does what kernels have no code for.
     """
     check_arrays(query, key, value, layout)
     check_scale(scale)
     options = Options(
-        as_mask(mask), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+        as_mask(mask),
+        scale,
+        bias,
+        sinks,
+        softcap,
+        dropout,
+        implementation,
+        deterministic,
+        return_max_logit,
+        context,
+        score_mod,
     )
     checked = _attention_bshd if layout == "bshd" else _attention_bhsd
     return result_of(checked(query, key, value, options), return_lse)

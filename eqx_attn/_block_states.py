@@ -42,12 +42,12 @@ def passes_of(route: Route, request: Request) -> dict[str, Tile]:
         tile = Tile(min(tiles.block_q, q_seq), min(tiles.block_kv, kv_seq))
         return {"forward": tile, "backward": tile}
     assert isinstance(tiles, Tiles)
-    named = {"forward": tiles.forward, "dq": tiles.dq, "dk, dv": tiles.dkv}
     if route.implementation == "pallas_tpu":
+        named = {"forward": tiles.forward, "dq, dk, dv": tiles.dkv}
         return {
             name: Tile(fit_block(tile.block_q, q_seq), fit_block(tile.block_kv, kv_seq)) for name, tile in named.items()
         }
-    return named
+    return {"forward": tiles.forward, "dq": tiles.dq, "dk, dv": tiles.dkv}
 
 
 def block_states(

@@ -36,7 +36,10 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What resolution looks at: shapes, dtype and which features the call uses (`options`, as `KernelSpec` names them)."""
+    """What resolution looks at: shapes, dtype and which features the call uses (`options`, as `KernelSpec` names them).
+
+    `score_mod` and `mask_mod` are the digests of functions.
+    """
 
     layout: str
     dtype: str
@@ -50,8 +53,11 @@ class Request:
     mask: str
     options: tuple[str, ...] = ()
     deterministic: bool | None = None
+    score_mod: str = ""
+    mask_mod: str = ""
 
     def spec(self, target: Any) -> KernelSpec:
         """The kernel of this request on `target`."""
-        options = dict.fromkeys(self.options, True)
+        options: dict[str, Any] = dict.fromkeys(self.options, True)
+        options |= dict(scoremod=self.score_mod, maskmod=self.mask_mod)
         return KernelSpec(target, Layout(self.layout), MaskKind(self.mask), self.qk_dim, self.v_dim, **options)

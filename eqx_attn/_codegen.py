@@ -14,6 +14,10 @@ _spec = importlib.import_module(f"{_package}.spec")
 KernelSpec, Layout, MaskKind, Target, nearest = (
     getattr(_spec, name) for name in ("KernelSpec", "Layout", "MaskKind", "Target", "nearest")
 )
+_program = importlib.import_module(f"{_package}.program")
+Literal, Capture, Step, Program = (getattr(_program, name) for name in ("Literal", "Capture", "Step", "Program"))
+ARGUMENTS, register, find_program = _program.ARGUMENTS, _program.register, _program.find
+printer = importlib.import_module(f"{_package}.printer")
 
 
 def render(spec) -> str:

@@ -3,30 +3,32 @@
 from ._dropout import column_hash as column_hash, row_hash as row_hash, threshold as threshold
 from ._map_blocks import has_bit as has_bit, map_blocks as map_blocks
 from ._map_words import words_of_map as words_of_map
+from ._mod_evaluate import captured_totals as captured_totals
 from ._pallas import (
     across_lanes as across_lanes,
     column as column,
-    cut as cut,
     dot as dot,
     drawn as drawn,
     fit_block as fit_block,
     fit_chunk as fit_chunk,
     interpret_params as interpret_params,
+    LANES as LANES,
     matmul_precision as matmul_precision,
     OVERFLOW as OVERFLOW,
     pad_rows as pad_rows,
     pad_segments as pad_segments,
     SAMPLE as SAMPLE,
     tanh as tanh,
-    VMEM_LIMIT_BYTES as VMEM_LIMIT_BYTES,
     widen as widen,
     zero_tail as zero_tail,
 )
 from ._parts import (
     edges_of_band as edges_of_band,
+    ends_of_rows as ends_of_rows,
     in_turns as in_turns,
     parts_before_end as parts_before_end,
     parts_of_block as parts_of_block,
+    rows_without as rows_without,
 )
 from ._precision import dot_precision as dot_precision
 from ._query_sums import query_sums as query_sums

@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from ._block_states import Band, block_states, HIDDEN, MASKED, passes_of, Tokens
 from ._call import Request, Route
+from ._codegen import find_program, printer
 from ._context import current_context, target
 from ._dropout import Dropout
 from ._explain_context import calls_of_devices, context_words, refusal_of_reference, TokenPair
@@ -75,6 +76,8 @@ class Explanation:
         for cannot serve the call, it is among these, and `attention` raises with its reasons.
     - `context`: how the sequences are spread over devices, in words; None where they are not. Then `call` and `passes` are
         those of one device.
+    - `functions`: of "score_mod" and of the mask's functions ("mask"), where there are any, the lines that they are in
+        the kernel (in `jax.numpy` where there is no kernel).
     """
 
     call: str
@@ -86,6 +89,7 @@ class Explanation:
     copies: str
     others: dict[str, tuple[str, ...]]
     context: str | None = None
+    functions: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [("call", self.call), ("device", self.device)]
@@ -107,7 +111,10 @@ class Explanation:
             label = "or" if reasons == (_ALSO.get(name),) else "not"
             lines += [(f"{label} {name}", reason) for reason in reasons]
         width = max(len(label) for label, _ in lines)
-        return "\n".join(_wrapped(f"{label:<{width}}  ", words) for label, words in lines)
+        text = [_wrapped(f"{label:<{width}}  ", words) for label, words in lines]
+        for name, printed in self.functions.items():
+            text += [f"{name if number == 0 else '':<{width}}  {line}" for number, line in enumerate(printed)]
+        return "\n".join(text)
 
 
 def _wrapped(label: str, words: str) -> str:
@@ -140,6 +147,7 @@ def explain(
     return_lse: bool = False,
     return_max_logit: bool = False,
     context: ContextParallel | None = None,
+    score_mod: Any = None,
     device: str | None = None,
 ) -> Explanation:
     """Which kernel serves `attention` with the same arguments, with which tiles and copies, and why no other does.
@@ -168,7 +176,17 @@ def explain(
     check_scale(scale)
     with target(device) if device is not None else contextlib.nullcontext():
         options = Options(
-            Full(), scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+            Full(),
+            scale,
+            bias,
+            sinks,
+            softcap,
+            dropout,
+            implementation,
+            deterministic,
+            return_max_logit,
+            context,
+            score_mod,
         )
         return _explain(query, key, value, mask, layout, options)
 
@@ -196,7 +214,18 @@ def _explain(query, key, value, mask, layout, options: Options) -> Explanation:
         copies="none" if route is None else _copies(route, request),
         others=others,
         context=None if spread is None else context_words(spread),
+        functions=_functions(request, chosen),
     )
+
+
+def _functions(request: Request, implementation: str | None) -> dict[str, tuple[str, ...]]:
+    language = printer.Triton if implementation == "triton" else printer.Jax
+    digests = {"score_mod": request.score_mod, "mask": request.mask_mod}
+    return {
+        name: tuple(printer.function_lines(find_program(digest), language))
+        for name, digest in digests.items()
+        if digest
+    }
 
 
 def _planned(query, key, value, mask, layout, options, spread) -> tuple[Request, Band, tuple[Tokens, Tokens] | None]:
@@ -308,6 +337,8 @@ def _call_words(request: Request, band: Band) -> str:
         upper = "" if band.upper in (None, UNBOUNDED) else f" <= {band.upper}"
         bounds = f"{lower}key position - query position{upper}"
     extra = "".join(f", {_OPTION_WORDS[option]}" for option in request.options)
+    extra += ", a function" if request.mask_mod else ""
+    extra += ", with a score function" if request.score_mod else ""
     return f"{request.layout} {request.dtype}, {arrays}; mask: {bounds}{extra}"
 
 

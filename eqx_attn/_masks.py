@@ -16,6 +16,25 @@ Alignment = Literal["top_left", "bottom_right"]
 class Mask(eqx.Module):
     """Base of all masks. `a & b` lets a query see a key where both do."""
 
+    @staticmethod
+    def from_function(function: Callable) -> "Mask":
+        """A query sees the keys for which `function(batch, q_head, q_index, kv_index)` is True.
+
+        >>> import eqx_attn
+        >>> near = eqx_attn.Mask.from_function(lambda batch, q_head, q_index, kv_index: abs(q_index - kv_index) < 8)
+        >>> mask = eqx_attn.Causal() & near
+
+        The function is traced once, with int32 scalars, and becomes part of the kernel. It may close over arrays and
+        index them, and use what is elementwise in `jax.numpy`; `attention` raises ValueError, which names the line, for what
+        kernels have no code for. `batch` counts the examples of the call's batch axes; indices are those of
+        the whole arrays (with a `context`, of the original order), on every device and under `jax.vmap`.
+
+        Raises TypeError where `function` cannot be called.
+        """
+        from ._mask_function import FromFunction
+
+        return FromFunction(function)
+
     def __and__(self, other: "Mask | Bool[Array, '...']") -> "Mask":
         return And((self, as_mask(other)))
 

@@ -1,6 +1,7 @@
 """What a kernel reads besides query, key and value, and the tile sizes that it runs with."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,9 +59,14 @@ class Operands:
     `dropout_rate` of the weights become 0, those whose hash of (`dropout_seed` of the example and head, `q_index`,
     `kv_index`) is low (`_dropout`), and the others grow by `1 / (1 - dropout_rate)`.
 
+    `score_mod` makes of a score what the softmax takes, and `mask_mod` hides keys: functions of the score and of indices, with
+    the arrays that they read, `[entries, *shape]`, whose first axis is like that of `sinks`. `mod_gradients` says of which
+    arrays of `score_mod` the backward returns gradients, in float32 or wider; `deterministic` that these have equal bits
+    from run to run.
+
     The index arrays hold the *global* index along the dimension that they name. They follow their dimension through vmap,
     shards and ring hops; a kernel never derives a global index from a program id. None where nothing depends on them.
-    Those of batch and heads are in `dropout_seed`.
+    For dropout those of batch and heads are in `dropout_seed`.
     """
 
     scale: float = dataclasses.field(metadata=dict(static=True))
@@ -72,12 +78,20 @@ class Operands:
     bias_gradient: bool = dataclasses.field(default=False, metadata=dict(static=True))
     max_logit: bool = dataclasses.field(default=False, metadata=dict(static=True))
     heads_of_kv: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    score_mod: Any = dataclasses.field(default=None, metadata=dict(static=True))
+    mask_mod: Any = dataclasses.field(default=None, metadata=dict(static=True))
+    mod_gradients: tuple[bool, ...] = dataclasses.field(default=(), metadata=dict(static=True))
+    deterministic: bool = dataclasses.field(default=False, metadata=dict(static=True))
     segments: SegmentOperands | None = None
     blocks: BlockOperands | None = None
     dense: Bool[Array, "_ _ _ _"] | None = None
     bias: Float[Array, "_ _ _ _"] | None = None
     sinks: Float32[Array, "_ q_heads"] | None = None
     dropout_seed: UInt32[Array, "batch q_heads"] | None = None
+    score_arrays: tuple[Array, ...] = ()
+    mask_arrays: tuple[Array, ...] = ()
+    batch_index: Int32[Array, " batch"] | None = None
+    head_index: Int32[Array, " q_heads"] | None = None
     q_index: Int32[Array, " q_seq"] | None = None
     kv_index: Int32[Array, " kv_seq"] | None = None
 

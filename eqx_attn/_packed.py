@@ -1,5 +1,7 @@
 """Attention on packed arrays and on ragged ones: the same arguments and results as `attention`, other inputs."""
 
+from collections.abc import Callable
+
 import jax
 from beartype import beartype
 from jaxtyping import Array, Bool, Float, Integer, jaxtyped
@@ -27,6 +29,7 @@ def attention_qkvpacked(
     return_lse: bool = False,
     return_max_logit: bool = False,
     context: ContextParallel | None = None,
+    score_mod: Callable | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """`attention` of query, key and value that lie in one array `[*batch, seq, 3, heads, dim]`, read in place on a GPU.
 
@@ -49,7 +52,7 @@ def attention_qkvpacked(
     heads = qkv.shape[-2]
     fused = qkv.reshape(*qkv.shape[:-3], 3 * heads, qkv.shape[-1])
     options = _options(
-        mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+        mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context, score_mod
     )
     return result_of(_fused(fused, heads, options), return_lse)
 
@@ -69,6 +72,7 @@ def attention_qkvfused(
     return_lse: bool = False,
     return_max_logit: bool = False,
     context: ContextParallel | None = None,
+    score_mod: Callable | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """`attention` of a fused projection's output `[*batch, seq, q_heads + 2 * kv_heads, dim]`, read in place on a GPU.
 
@@ -83,7 +87,7 @@ def attention_qkvfused(
             "heads, which must be a multiple of kv_heads"
         )
     options = _options(
-        mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+        mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context, score_mod
     )
     return result_of(_fused(qkv, kv_heads, options), return_lse)
 
@@ -103,6 +107,7 @@ def attention_kvpacked(
     return_lse: bool = False,
     return_max_logit: bool = False,
     context: ContextParallel | None = None,
+    score_mod: Callable | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """`attention` of key and value that lie in one array `[*batch, kv_seq, 2, kv_heads, dim]`, read in place on a GPU.
 
@@ -119,7 +124,7 @@ def attention_kvpacked(
             "and value apart to attention(...)"
         )
     options = _options(
-        mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context
+        mask, scale, bias, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context, score_mod
     )
     return result_of(_kvpacked(query, kv, options), return_lse)
 
@@ -141,6 +146,7 @@ def attention_ragged(
     return_lse: bool = False,
     return_max_logit: bool = False,
     context: ContextParallel | None = None,
+    score_mod: Callable | None = None,
 ) -> "Float[Array, '...'] | AttentionOutput":
     """`attention` of sequences of different lengths that lie one after the other, without padding between them.
 
@@ -159,6 +165,7 @@ def attention_ragged(
     - `kv_lengths`: the same for the keys, as many; `q_lengths` by default.
     - `mask`: as of each sequence alone: positions count from its first token, and `"bottom_right"` aligns its last query with
         its last key.
+    - `score_mod`: its indices, and those of a mask's function, are of tokens in the arrays, not in their sequences.
 
     All other arguments, the result `[q_tokens, q_heads, v_dim]` and the errors are those of `attention`.
     """
@@ -172,7 +179,7 @@ def attention_ragged(
     )
     options = _options(
         as_mask(mask) & segments,
-        *(scale, None, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context),
+        *(scale, None, sinks, softcap, dropout, implementation, deterministic, return_max_logit, context, score_mod),
     )
     return result_of(_ragged(query, key, value, options), return_lse)
 

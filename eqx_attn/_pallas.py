@@ -9,10 +9,7 @@ from jaxtyping import Array
 from . import _dropout
 from ._context import interpreting
 from ._operands import SegmentOperands
-from ._tuning_tpu import fit_block as fit_block, fit_chunk as fit_chunk, LANES
-
-VMEM_LIMIT_BYTES = 48 * 2**20
-"""What a kernel may use of a core's vector memory: 64 MiB on a v5p and a TPU7x, 128 MiB on a v5e and a v6e."""
+from ._tuning_tpu import fit_block as fit_block, fit_chunk as fit_chunk, LANES as LANES
 
 SAMPLE = 256
 """Of how many keys the maximum is taken that a query starts with in the forward."""
@@ -69,11 +66,6 @@ def dot(a: Array, b: Array, axes: tuple[int, int], precision: lax.Precision) -> 
     """In a kernel: the product of two matrices, summed over axis `axes[0]` of `a` and `axes[1]` of `b`, in float32."""
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
-def cut(rows: int, size: int) -> list[slice]:
-    """`rows` rows as slices of `size`, the last of what is left."""
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def pad_segments(segments: SegmentOperands, q_rows: int, kv_rows: int) -> tuple[Array, ...]:

@@ -1,5 +1,6 @@
 """The parts of a block of scores, and the order in which a backward kernel computes them."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -44,6 +45,22 @@ def parts_before_end(tile: Tile, block_q: int, block_kv: int, kv_seq: int) -> tu
     """The parts of the last block of keys that begin before the end."""
     return _seen_by_some(tile, block_q, block_kv, {(0, (kv_seq - 1) % block_kv + 1)}, None, None)
 
+
+def ends_of_rows(parts: Sequence[Part]) -> tuple[set[int], set[int]]:
+    """Of parts that are sorted by their queries: the numbers of each queries' first part, and of the last."""
+    last = {part.rows.start: number for number, part in enumerate(parts)}
+    first = {part.rows.start: number for number, part in reversed(list(enumerate(parts)))}
+    return set(first.values()), set(last.values())
+
+
+def rows_without(parts: Sequence[Part], block_q: int) -> list[slice]:
+    """The queries of a block that are in none of these parts, which are sorted by their queries."""
+    edges = [0, *(edge for part in parts for edge in (part.rows.start, part.rows.stop)), block_q]
+    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
+LARGEST_CUT = 256
+"""The rows and columns of a part of a block on an edge, at most: of larger ones more would be hidden."""
 
 MAX_EDGES = 2
 """For how many kinds of blocks a kernel has a body of its own: the two edges of a window."""
@@ -97,6 +114,7 @@ def _groups(distances: list[int]) -> list[list[int]]:
 
 def _seen_by_some(tile, block_q, block_kv, blocks, lower, upper) -> tuple[Part, ...]:
     """The parts of which one of `blocks` has scores to show; a part is whole where it is in all of them."""
+    tile = dataclasses.replace(tile, inner_q=min(tile.inner_q, LARGEST_CUT), inner_kv=min(tile.inner_kv, LARGEST_CUT))
     parts = []
     for part in parts_of_block(tile, block_q, block_kv):
         some, every = zip(*(_visible(part, distance, keys, lower, upper) for distance, keys in blocks), strict=True)

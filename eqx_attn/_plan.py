@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from ._mask_function import FromFunction
 from ._masks import BlockSparse, Causal, Chunked, Dense, Dilated, Mask, parts, PrefixLM, Segments, SlidingWindow
+from ._mods import Mod
 from ._operands import BlockOperands, SegmentOperands
 from ._segments import count_of_ids, refine_ids
 from .sharding._order import Order
@@ -44,13 +47,16 @@ Positional = Causal | SlidingWindow | PrefixLM | Chunked | Dilated
 
 @dataclasses.dataclass(frozen=True)
 class MaskPlan:
-    """A mask in the terms of `Operands`."""
+    """A mask in the terms of `Operands`; its functions, and where they and a score function have been traced, those."""
 
     lower: int | None
     upper: int | None
     segments: SegmentOperands | None
     blocks: BlockOperands | None
     dense: Bool[Array, "_ _ _ _"] | None
+    functions: tuple[Callable, ...] = ()
+    mask_mod: Mod | None = None
+    score_mod: Mod | None = None
 
 
 def plan_mask(
@@ -93,6 +99,7 @@ def plan_mask(
         None if tokens is None else tokens.operands(with_positions=lower is not None or upper is not None),
         _plan_blocks([piece for piece in pieces if isinstance(piece, BlockSparse)], *sizes),
         _plan_dense([piece.visible for piece in pieces if isinstance(piece, Dense)], *sizes),
+        tuple(piece.function for piece in pieces if isinstance(piece, FromFunction)),
     )
 
 

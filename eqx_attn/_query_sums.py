@@ -141,7 +141,7 @@ class FetchedSums(_Sums):
 
     def clear(self, dq_ref, scratch) -> None:
         _, _, outgoing, written, semaphores = scratch
-        outgoing[...] = jnp.zeros_like(outgoing)
+        outgoing[...] = jnp.zeros(self.block, jnp.float32)
         written[0] = -1
 
         def copy(slot):
@@ -159,7 +159,9 @@ class FetchedSums(_Sums):
 
     def fetch(self, dq_ref, scratch, q_block) -> "_FetchedStep":
         head = pl.program_id(1) * self.group + pl.program_id(3)
-        step = _FetchedStep(*scratch, dq_ref.at[pl.program_id(0), head, q_block], self.slot(q_block))
+        own, incoming, outgoing, written, semaphores = scratch
+        place = dq_ref.at[pl.program_id(0), head, q_block]
+        step = _FetchedStep(own, incoming, outgoing, written, semaphores, place, self.slot(q_block))
         step.fetch()
         return step
 
@@ -194,7 +196,7 @@ class _FetchedStep:
         def _():
             self.written[0] = -1
 
-        self.own[...] = jnp.zeros_like(self.own)
+        self.own[...] = jnp.zeros(self.own.shape, jnp.float32)
         self._read().start()
 
     def add(self, rows: slice, product: Array) -> None:

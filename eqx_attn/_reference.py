@@ -1,6 +1,7 @@
 """The dense oracle: attention as its definition reads, for tests and for reading. Memory grows with q_seq * kv_seq."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,19 @@ from . import _dropout
 from ._operands import BlockOperands, Operands, shared_index
 
 
-def visible_keys(operands: Operands, q_seq: int, kv_seq: int) -> Bool[Array, "#batch #q_heads q_seq kv_seq"]:
-    """The dense predicate of `operands`: which key each query may see."""
+def on_all_indices(function: Callable, operands: Operands, *scores: Array) -> Array:
+    """A function of scalars, or of scores `[batch, q_heads, q_seq, kv_seq]` and scalars, at each index."""
+    indices = (operands.batch_index, operands.head_index, operands.q_index, operands.kv_index)
+    mapped = function
+    for axis in (3, 2, 1, 0):
+        mapped = jax.vmap(mapped, (*(0 for _ in scores), *(0 if axis == number else None for number in range(4))))
+    return mapped(*scores, *indices)
+
+
+def visible_keys(
+    operands: Operands, q_seq: int, kv_seq: int, functions: Sequence[Callable] = ()
+) -> Bool[Array, "#batch #q_heads q_seq kv_seq"]:
+    """The dense predicate of `operands`, and of mask functions: which key each query may see."""
     seen = jnp.ones((1, 1, q_seq, kv_seq), bool)
     segments = operands.segments
     if segments is None or segments.q_positions is None or segments.kv_positions is None:
@@ -29,6 +41,8 @@ def visible_keys(operands: Operands, q_seq: int, kv_seq: int) -> Bool[Array, "#b
         seen = seen & expand_blocks(operands.blocks, jnp.arange(q_seq), jnp.arange(kv_seq))
     if operands.dense is not None:
         seen = seen & operands.dense
+    for function in functions:
+        seen = seen & on_all_indices(function, operands)
     return seen
 
 
@@ -42,11 +56,14 @@ def reference_attention(
     key: Float[Array, "batch kv_seq kv_heads qk_dim"],
     value: Float[Array, "batch kv_seq kv_heads v_dim"],
     operands: Operands,
+    score_mod: Callable | None = None,
+    mask_functions: Sequence[Callable] = (),
 ) -> tuple[Array, ...]:
     """Output and lse, in float64 where x64 is enabled and in float32 otherwise; differentiable by JAX itself.
 
     With `operands.max_logit` also the largest visible score of each row. A query that sees no key has output 0 and
-    gradient 0, also through the lse, which is -inf or, with sinks, its head's sink.
+    gradient 0, also through the lse, which is -inf or, with sinks, its head's sink. Functions are what a user gave, which
+    are evaluated as they are.
     """
     out_dtype = operands.out_dtype or query.dtype
     lse_dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
@@ -56,7 +73,10 @@ def reference_attention(
     operands = _one_entry_per_example(operands, batch)
     query, key, value = (x.astype(wide) for x in (query, key, value))
     scores = _scores(query, key, operands)
-    seen = jnp.broadcast_to(visible_keys(operands, q_seq, kv_seq), scores.shape)
+    seen = jnp.broadcast_to(visible_keys(operands, q_seq, kv_seq, mask_functions), scores.shape)
+    if score_mod is not None:
+        scores = on_all_indices(score_mod, operands, scores).astype(wide)
+        seen = seen & (scores > -jnp.inf)
     if operands.bias is not None:
         seen = seen & (operands.bias > -jnp.inf)
     row_max = jax.lax.stop_gradient(jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True))

@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import math
+import os
+import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,7 +15,9 @@ from jaxtyping import Array
 from . import _dropout
 from ._call import Request
 from ._dropout import Dropout
-from ._masks import Mask
+from ._mask_function import FromFunction
+from ._masks import Mask, parts
+from ._mods import check_score_mod, Mod, trace_mask_mod, trace_score_mod
 from ._operands import Operands
 from ._plan import flat_scores, MaskPlan, plan_mask, UNBOUNDED
 from ._reference import reference_attention
@@ -52,8 +57,13 @@ class Options:
     deterministic: bool | None = None
     return_max_logit: bool = False
     context: ContextParallel | None = None
+    score_mod: Callable | None = None
     seeds: Array | None = None
     """Dropout's seeds of each example and head, where examples lie in another order than that of the arguments."""
+    numbers: Array | None = None
+    """The same for the examples' numbers, which functions are given."""
+    examples: int | None = None
+    """How many of them there are in all, where the arrays have only some."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +121,11 @@ def serve(arrays: tuple[Array, ...], sizes: Sizes, layout: str, options: Options
     if scale <= 0:  # the kernels take the maximum of scores before they scale
         arrays, scale = _negated(arrays, scale, layout)
     operands = call_operands(plan, scale, sizes, request.layout, options, spread)
-    learned = learned_of(options, sizes)
+    learned = learned_of(options, sizes, plan.score_mod)
     arrays = tuple(jnp.reshape(x, (sizes.batch, *x.shape[-3:])) for x in arrays)
     if call.default.implementation == "reference":
-        results = _reference(layout, arrays, dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks))
+        operands = dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks)
+        results = _reference(layout, arrays, operands, options.score_mod, plan.functions)
     elif spread is None:
         results = attend(call, arrays, operands, learned)
     else:
@@ -137,12 +148,16 @@ def _serve_mapped(arrays, sizes: Sizes, layout: str, options: Options) -> Attent
     if options.seeds is None and (dropout := _dropout_of(options)) is not None:
         seeds = _dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)
         options = dataclasses.replace(options, seeds=seeds.reshape(*sizes.batch_shape, sizes.q_heads))
+    if options.numbers is None and has_functions(options):
+        numbers = jnp.arange(sizes.batch, dtype=jnp.int32).reshape(sizes.batch_shape)
+        options = dataclasses.replace(options, numbers=numbers, examples=sizes.batch)
     inner = dataclasses.replace(sizes, batch_shape=sizes.batch_shape[1:])
-    arguments, axes = split_batch((options.mask, options.bias, options.seeds), arrays[0])
+    arguments, axes = split_batch((options.mask, options.bias, options.seeds, options.numbers), arrays[0])
 
     def of_one(arrays, arguments):
-        mask, bias, seeds = arguments
-        return serve(arrays, inner, layout, dataclasses.replace(options, mask=mask, bias=bias, seeds=seeds))
+        mask, bias, seeds, numbers = arguments
+        changed = dataclasses.replace(options, mask=mask, bias=bias, seeds=seeds, numbers=numbers)
+        return serve(arrays, inner, layout, changed)
 
     return jax.vmap(of_one, in_axes=(0, axes))(arrays, arguments)
 
@@ -165,6 +180,7 @@ def prepare(sizes: Sizes, layout: str, options: Options, spread: Spread | None =
     check_dropout(options.dropout)
     order = None if spread is None else spread.order
     plan = plan_mask(options.mask, sizes.batch_shape, sizes.q_heads, sizes.q_seq, sizes.kv_seq, order)
+    plan = _with_traced(plan, options, sizes)
     if spread is not None:
         sizes = spread.sizes_on_device(sizes)
     used = dict(
@@ -190,8 +206,30 @@ def prepare(sizes: Sizes, layout: str, options: Options, spread: Spread | None =
         mask=_mask_kind(plan),
         options=tuple(name for name, is_used in used.items() if is_used),
         deterministic=options.deterministic,
+        score_mod="" if plan.score_mod is None else plan.score_mod.digest,
+        mask_mod="" if plan.mask_mod is None else plan.mask_mod.digest,
     )
     return request, plan
+
+
+def _with_traced(plan: MaskPlan, options: Options, sizes: Sizes) -> MaskPlan:
+    """The plan with its functions and the score function traced, but not for the reference, which takes them as they are."""
+    if options.score_mod is not None:
+        check_score_mod(options.score_mod)
+    if options.implementation == "reference" or not has_functions(options):
+        return plan
+    bounds = (options.examples or sizes.batch, sizes.q_heads, sizes.q_seq, sizes.kv_seq)
+    wide = "float64" if sizes.dtype == "float64" else "float32"
+    return dataclasses.replace(
+        plan,
+        mask_mod=trace_mask_mod(plan.functions, bounds) if plan.functions else None,
+        score_mod=None if options.score_mod is None else trace_score_mod(options.score_mod, bounds, wide),
+    )
+
+
+def has_functions(options: Options) -> bool:
+    """Whether there is a score function, or a mask's function."""
+    return options.score_mod is not None or any(isinstance(part, FromFunction) for part in parts(options.mask))
 
 
 def operands_for(plan: MaskPlan, scale: float) -> Operands:
@@ -217,9 +255,20 @@ def call_operands(
         operands_for(plan, scale),
         softcap=None if options.softcap is None else float(options.softcap),
         max_logit=options.return_max_logit,
+        deterministic=xla_is_deterministic() if options.deterministic is None else options.deterministic,
         heads_of_kv=sizes.kv_heads if layout in ("qkv", "kv") else None,
-        **_dropout_operands(options, sizes, spread),
+        score_mod=None if plan.score_mod is None else plan.score_mod.program,
+        mask_mod=None if plan.mask_mod is None else plan.mask_mod.program,
+        mask_arrays=() if plan.mask_mod is None else plan.mask_mod.arrays(),
+        **_dropout_operands(options, sizes),
+        **_index_operands(options, sizes, spread),
     )
+
+
+def xla_is_deterministic() -> bool:
+    """Whether XLA itself has been told to give equal bits from run to run on a GPU."""
+    names = "xla_gpu_deterministic_ops|xla_gpu_exclude_nondeterministic_ops"
+    return re.search(rf"--({names})(=true|=1)?(\s|$)", os.environ.get("XLA_FLAGS", "")) is not None
 
 
 def _dropout_of(options: Options) -> Dropout | None:
@@ -227,29 +276,40 @@ def _dropout_of(options: Options) -> Dropout | None:
     return options.dropout if options.dropout is not None and options.dropout.rate > 0 else None
 
 
-def _dropout_operands(options: Options, sizes: Sizes, spread: Spread | None) -> dict:
+def _dropout_operands(options: Options, sizes: Sizes) -> dict:
     dropout = _dropout_of(options)
     if dropout is None:
         return {}
-    index = functools.partial(jnp.arange, dtype=jnp.int32) if spread is None else spread.order.positions
     return dict(
         dropout_rate=float(dropout.rate),
         dropout_seed=_dropout.seeds(dropout.key, sizes.batch, sizes.q_heads)
         if options.seeds is None
         else options.seeds,
-        q_index=jnp.asarray(index(sizes.q_seq)),
-        kv_index=jnp.asarray(index(sizes.kv_seq)),
     )
 
 
-def learned_of(options: Options, sizes: Sizes) -> Learned:
-    """Bias and sinks as the kernels take them."""
+def _index_operands(options: Options, sizes: Sizes, spread: Spread | None) -> dict:
+    """Where something depends on the indices, those."""
+    functions = has_functions(options)
+    if not functions and _dropout_of(options) is None:
+        return {}
+    arange = functools.partial(jnp.arange, dtype=jnp.int32)
+    index = arange if spread is None else spread.order.positions
+    found = dict(q_index=jnp.asarray(index(sizes.q_seq)), kv_index=jnp.asarray(index(sizes.kv_seq)))
+    if functions:
+        numbers = arange(sizes.batch) if options.numbers is None else options.numbers
+        found |= dict(batch_index=numbers.reshape(sizes.batch), head_index=arange(sizes.q_heads))
+    return found
+
+
+def learned_of(options: Options, sizes: Sizes, score_mod: Mod | None = None) -> Learned:
+    """Bias, sinks and a score function's arrays as the kernels take them."""
     bias, sinks = options.bias, options.sinks
     if bias is not None:
         bias = flat_scores(bias, "bias is an array", "[*batch, q_heads, q_seq, kv_seq]", sizes.scores)
     if sinks is not None:
         sinks = sinks.astype(jnp.float64 if sizes.dtype == "float64" else jnp.float32)[None]
-    return Learned(bias, sinks)
+    return Learned(bias, sinks, () if score_mod is None else score_mod.arrays())
 
 
 def _negated(arrays, scale: float, layout: str):
@@ -266,10 +326,10 @@ def _mask_kind(plan: MaskPlan) -> str:
     return "full" if plan.upper is None else "causal"
 
 
-def _reference(layout, arrays, operands):
+def _reference(layout, arrays, operands, *functions):
     q, k, v = unpacked(arrays, layout, operands.heads_of_kv)
     if layout != "bhsd":
-        return reference_attention(q, k, v, operands)
+        return reference_attention(q, k, v, operands, *functions)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    out, *others = reference_attention(q, k, v, operands)
+    out, *others = reference_attention(q, k, v, operands, *functions)
     return jnp.swapaxes(out, 1, 2), *others

@@ -28,7 +28,7 @@ def _triton_tiles(spec: KernelSpec, dtype: str) -> Tiles:
     if dtype == "float32":
         return _FLOAT32_TILES[dim]
     capability = _capability()
-    if spec.softcap or spec.bias or spec.dropout or spec.dense or spec.blocks:
+    if any((spec.softcap, spec.bias, spec.dropout, spec.dense, spec.blocks, spec.scoremod, spec.maskmod)):
         return _option_tiles(spec, dim, hopper=capability == 90)
     if capability == 90:
         return _hopper_tiles(spec, dim)
@@ -64,7 +64,7 @@ def _option_tiles(spec: KernelSpec, dim: int, hopper: bool) -> Tiles:
         return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(128, 128, 8, 1))
     if dim == 256:
         return Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(16, 64, 4, 3))
-    if spec.bias:
+    if spec.bias or spec.scoremod:
         tight = spec.segments or spec.mask == MaskKind.FULL  # in registers
         dbias = Tile(128, 64, 8, 2) if tight else Tile(128, 128, 8, 1)
         return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3), dbias)

@@ -82,12 +82,29 @@ def _general_tiles(spec: KernelSpec, dtype: str) -> Tiles:
     wastes more of a larger block, and compilation takes longer: much longer for float32, whose products are made of six.
     """
     if dtype == "float32":
-        small = Tile(512, 512)
-        return Tiles(small, small, small)
-    exact = spec.segments or spec.blocks or spec.bias or spec.dense or spec.maxlogit
-    inner_q, inner_kv = (512, 256) if max(spec.qk_dim, spec.v_dim) <= 64 else (256, 512)
-    if spec.mask is MaskKind.FULL and not exact:
-        forward = Tile(2048, 2048, inner_q=inner_q, inner_kv=inner_kv)
-    else:
-        forward = Tile(1024, 2048 if spec.mask is MaskKind.CAUSAL and not exact else 1024, inner_q=512)
-    return Tiles(forward, Tile(1024, 1024), Tile(1024, 1024))
+        return Tiles(Tile(512, 512), Tile(512, 512), Tile(512, 512))
+    bias_gradient = Tile(512, 512) if tpu_generation() == "v4" else Tile(1024, 1024)
+    return Tiles(_forward_tile(spec), _backward_tile(spec), _backward_tile(spec), bias_gradient)
+
+
+def _forward_tile(spec: KernelSpec) -> Tile:
+    """Of a kernel of bfloat16 arrays."""
+    if tpu_generation() == "v4":
+        return Tile(512, 512, inner_q=512)  # in a quarter of the others' vector memory
+    if spec.segments or spec.blocks or spec.bias or spec.dense or spec.maxlogit or spec.mask is MaskKind.WINDOW:
+        return Tile(1024, 1024, inner_q=512)
+    tall = spec.mask is MaskKind.CAUSAL or max(spec.qk_dim, spec.v_dim) <= 64
+    inner_q, inner_kv = (512, 256) if tall else (256, 512)
+    return Tile(2048, 2048, inner_q=inner_q, inner_kv=inner_kv)
+
+
+def _backward_tile(spec: KernelSpec) -> Tile:
+    """Of a kernel of bfloat16 arrays."""
+    generation, dim = tpu_generation(), max(spec.qk_dim, spec.v_dim)
+    if generation == "v4":
+        return Tile(512, 512)  # in a quarter of the others' vector memory
+    inner_q = 512 if generation == "7x" and dim <= 128 else 256
+    large_units = generation not in ("v5e", "v5p")  # 256 x 256, which take longer to fill
+    wide = {MaskKind.FULL: large_units or dim <= 128, MaskKind.CAUSAL: large_units, MaskKind.WINDOW: False}[spec.mask]
+    plain = not (spec.segments or spec.blocks or spec.bias or spec.dense or spec.dropout)
+    return Tile(1024, 2048 if wide and plain else 1024, inner_q=inner_q)

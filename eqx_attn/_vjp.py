@@ -21,7 +21,9 @@ from ._call import Call, Route
 from ._context import resume
 from ._dispatch import by_platform
 from ._kernels import load_kernel
+from ._mod_gradients import mod_gradients, sums_in_kernel
 from ._operands import Operands, Tile
+from ._tuning import XLA_TILE
 from .sharding._fold import Level, Levels
 from .sharding._partition import aligned_cotangent, Direction
 from .sharding._varying import alike_varying
@@ -37,6 +39,7 @@ class Learned:
 
     bias: Array | None = None
     sinks: Array | None = None
+    score_arrays: tuple[Array | None, ...] = ()
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
@@ -56,10 +59,11 @@ def _attend(call, arrays, learned, operands):
 
 def _attend_forward(call, arrays, learned, operands):
     wants_bias = learned.bias is not None and learned.bias.perturbed
+    wants_mods = tuple(x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating) for x in learned.score_arrays)
     arrays, learned, operands = jax.tree.map(
         lambda primal: primal.value, (arrays, learned, operands), is_leaf=_is_primal
     )
-    operands = dataclasses.replace(_with(operands, learned), bias_gradient=wants_bias)
+    operands = dataclasses.replace(_with(operands, learned), bias_gradient=wants_bias, mod_gradients=wants_mods)
     out, lse, *max_logit = _batched_forward(call)(arrays, operands)
     out, lse = checkpoint_name(out, "eqx_attn_out"), checkpoint_name(lse, "eqx_attn_lse")
     return (out, lse, *max_logit), (arrays, out, lse, operands)
@@ -81,7 +85,7 @@ def _is_primal(x):
 
 
 def _with(operands: Operands, learned: Learned) -> Operands:
-    return dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks)
+    return dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks, score_arrays=learned.score_arrays)
 
 
 @functools.cache
@@ -106,10 +110,16 @@ def _forward_on(call: Call, route: Route, arrays, operands):
 
 
 def _backward_on(call: Call, route: Route, arrays, operands, out, lse, dout, dlse):
-    """The gradients of the arrays, and those of bias and sinks, None where there are none."""
+    """The gradients of the arrays, and those of bias, sinks and a score function's arrays, None where there are none."""
     with resume(call.context):
         if route.spec is not None:
-            grads = load_kernel(route.spec).backward(*arrays, out, lse, dout, dlse, operands, route.tiles)
+            beside = any(operands.mod_gradients) and not sums_in_kernel(route.spec, operands)
+            of_kernel = dataclasses.replace(operands, mod_gradients=()) if beside else operands
+            grads = load_kernel(route.spec).backward(*arrays, out, lse, dout, dlse, of_kernel, route.tiles)
+            if beside:
+                q, k, v = unpacked(arrays, call.layout, operands.heads_of_kv)
+                q, k, v, first_out, first_dout = (_heads_first(x, call.layout) for x in (q, k, v, out, dout))
+                grads = (*grads, *mod_gradients(q, k, v, first_out, lse, first_dout, dlse, operands, XLA_TILE))
         else:
             assert isinstance(route.tiles, Tile)
             q, k, v = unpacked(arrays, call.layout, operands.heads_of_kv)
@@ -120,7 +130,8 @@ def _backward_on(call: Call, route: Route, arrays, operands, out, lse, dout, dls
     *arrays_grads, others = *grads[: len(arrays)], list(grads[len(arrays) :])
     dbias = others.pop(0) if operands.bias_gradient else None
     dsinks = others.pop(0) if operands.sinks is not None else None
-    return tuple(arrays_grads), (dbias, dsinks)
+    dmods = tuple(others.pop(0) if wanted else None for wanted in operands.mod_gradients)
+    return tuple(arrays_grads), (dbias, dsinks, dmods)
 
 
 def unpacked(arrays: Arrays, layout: str, heads_of_kv: int | None) -> Arrays:

@@ -188,7 +188,7 @@ def test_explain_names_the_branches_of_the_templates(checkout):
         ),
         (
             ["--verify", "--platform", "tpu", "--device", "v9"],
-            "--device v9 is unknown; --platform tpu has v5e, v5p, v6e, 7x",
+            "--device v9 is unknown; --platform tpu has v4, v5e, v5p, v6e, 7x",
         ),
         (["--verify", "--platform", "gpu"], "choose from"),
         (["--check", "--list"], "not allowed with argument"),

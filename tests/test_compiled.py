@@ -11,22 +11,23 @@ from codegen.records import COMPILED
 from codegen.spec import KernelSpec
 from codegen.verify import compile_spec, Platform, PLATFORMS, unrecorded_devices
 
+MOST = 2
+
 
 def chosen(platform: Platform, day: int) -> list[tuple[KernelSpec, str]]:
-    """A device for each spec that is not recorded as compiled for all of them, and for one of twenty of the others.
+    """A device for one of twenty specs, and for at most `MOST` others that are not recorded as compiled for all of them.
 
-    Before `make verify` has recorded anything, only these: all of them at once would take longer than the suite may.
-    They and the device change from day to day, so that twenty runs on twenty days compile every spec.
+    All at once would take longer than the suite may: a TPU kernel takes up to a minute. They and the device change from day
+    to day, so that twenty runs on twenty days compile every spec.
     """
     entries = COMPILED.read(generated_folder())
-    jobs = []
-    for number, spec in enumerate(spec for spec in checked_in() if spec.target in platform.targets):
-        device = platform.devices[(number + day) % len(platform.devices)]
-        if (number + day) % 20 == 0:
-            jobs.append((spec, device))
-        elif entries and (missing := unrecorded_devices(spec, platform, entries)):
-            jobs.append((spec, missing[day % len(missing)]))
-    return jobs
+    specs = [spec for spec in checked_in() if spec.target in platform.targets]
+    today = [spec for number, spec in enumerate(specs) if (number + day) % 20 == 0]
+    turned = specs[day % len(specs) :] + specs[: day % len(specs)]
+    missing = {spec: unrecorded_devices(spec, platform, entries) for spec in turned if spec not in today}
+    jobs = [(spec, platform.devices[(specs.index(spec) + day) % len(platform.devices)]) for spec in today]
+    others = [(spec, devices[day % len(devices)]) for spec, devices in missing.items() if devices]
+    return jobs + others[:MOST]
 
 
 TODAY = datetime.date.today().toordinal()

@@ -99,9 +99,9 @@ def tune(spec: Any, generation: str, direction: Direction, seq: int, measure: Me
 
 
 def _fields(tiles: Tiles, direction: Direction) -> dict[str, Any]:
-    """The tiles of the kernels of a direction, by their fields in `Tiles`."""
-    found = {name: tile for name, tile in vars(tiles).items() if tile is not None}
-    return {name: tile for name, tile in found.items() if (name == "forward") == (direction == "fwd")}
+    """The tiles of the kernels of a direction, by their fields in `Tiles`, but that of a bias, which has few kernels."""
+    names = ("forward",) if direction == "fwd" else [name for name in vars(tiles) if name not in ("forward", "dbias")]
+    return {name: getattr(tiles, name) for name in names}
 
 
 def _score(entry: Entry, measured: Measured) -> tuple[float, int]:

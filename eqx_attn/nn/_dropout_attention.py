@@ -1,5 +1,6 @@
 """Attention with dropout on the attention weights: dense, because dropout as equinox defines it needs the weights."""
 
+import dataclasses
 import math
 
 import equinox as eqx
@@ -41,5 +42,9 @@ def attention_with_dropout(
 
 
 def _visible(mask: Mask, q_heads: int, q_seq: int, kv_seq: int) -> Bool[Array, "q_heads q_seq kv_seq"]:
-    operands = operands_for(plan_mask(mask, (), q_heads, q_seq, kv_seq), scale=1.0)
-    return jnp.broadcast_to(visible_keys(operands, q_seq, kv_seq), (1, q_heads, q_seq, kv_seq))[0]
+    plan = plan_mask(mask, (), q_heads, q_seq, kv_seq)
+    counts = dict(batch_index=1, head_index=q_heads, q_index=q_seq, kv_index=kv_seq)
+    indices = {name: jnp.arange(count, dtype=jnp.int32) for name, count in counts.items()}
+    operands = dataclasses.replace(operands_for(plan, scale=1.0), **indices)
+    seen = visible_keys(operands, q_seq, kv_seq, plan.functions)
+    return jnp.broadcast_to(seen, (1, q_heads, q_seq, kv_seq))[0]

@@ -38,7 +38,7 @@ def backward(
     arrays, rows = lax.optimization_barrier((arrays, rows))
     wide = dataclasses.replace(with_wide_bias(placement, operands, "rows"), out_dtype=wide_dtype(arrays[0]))
     gathered, wide = _gathered(placement, layout, arrays, wide)
-    (dquery, *dkv), (dbias, dsinks) = differentiate(gathered, wide, *rows)
+    (dquery, *dkv), (dbias, dsinks, dmods) = differentiate(gathered, wide, *rows)
     axis = _kv_axis(layout)
     tokens = gathered[1].shape[axis]
     if _reorders(placement, operands):
@@ -48,7 +48,7 @@ def backward(
     dkv = (lax.psum_scatter(grad, placement.axis, scatter_dimension=axis, tiled=True) for grad in dkv)
     grads = tuple(grad.astype(operands.out_dtype or x.dtype) for grad, x in zip((dquery, *dkv), arrays, strict=True))
     dsinks = None if dsinks is None else lax.psum(dsinks, placement.axis)
-    return grads, (whole_bias_gradient(placement, dbias, operands, "rows"), dsinks)
+    return grads, (whole_bias_gradient(placement, dbias, operands, "rows"), dsinks, lax.psum(dmods, placement.axis))
 
 
 def _gathered(

@@ -43,13 +43,13 @@ def backward(
     wide = with_wide_bias(placement, operands, "heads")
     if repeats > 1:
         wide = dataclasses.replace(wide, out_dtype=wide_dtype(arrays[0]))
-    (dquery, *dkv), (dbias, dsinks) = differentiate(
+    (dquery, *dkv), (dbias, dsinks, dmods) = differentiate(
         trade.arrays(arrays), wide, trade.heads(out), trade.rows(lse), trade.heads(dout), trade.rows(dlse)
     )
     dquery, *dkv = (trade.heads_back(x) for x in (dquery, *dkv))
     dkv = (trade.summed(grad, repeats) for grad in dkv)
     grads = tuple(grad.astype(operands.out_dtype or x.dtype) for grad, x in zip((dquery, *dkv), arrays, strict=True))
-    return grads, (whole_bias_gradient(placement, dbias, operands, "heads"), dsinks)
+    return grads, (whole_bias_gradient(placement, dbias, operands, "heads"), dsinks, lax.psum(dmods, placement.axis))
 
 
 def head_repeats(kv_heads: int, devices: int) -> int:

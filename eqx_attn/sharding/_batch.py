@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array
 
+from .._mask_function import FromFunction
 from .._masks import And, Mask, PrefixLM, Segments
 from ._context import ContextParallel
 from ._partition import array_names
@@ -47,8 +48,8 @@ def on_mesh(arrays: Sequence[Array]) -> bool:
     return mesh_of(arrays).size > 1
 
 
-def split_batch(arguments: tuple[Mask, Array | None, Array | None], query: Array) -> tuple[Any, Any]:
-    """Mask, bias and dropout's seeds, and the axis of each of their arrays to map when the first batch axis is mapped.
+def split_batch(arguments: tuple[Mask, Array | None, Array | None, Array | None], query: Array) -> tuple[Any, Any]:
+    """Mask, bias, dropout's seeds and the examples' numbers, and which axis of each array to map to map the first batch axis.
 
     What has the axis is sharded along it as `query` is.
     """
@@ -62,8 +63,9 @@ def split_batch(arguments: tuple[Mask, Array | None, Array | None], query: Array
             return x[0], None
         return resharded(mesh, x, spec_of((first, *typed_entries(x)[1:]))) if explicit else x, 0
 
-    mask, bias, seeds = arguments
-    trailing = jax.tree.leaves((_trailing(mask), bias if bias is None else 3, seeds if seeds is None else 1))
+    mask, bias, seeds, numbers = arguments
+    others = (bias if bias is None else 3, seeds if seeds is None else 1, numbers if numbers is None else 0)
+    trailing = jax.tree.leaves((_trailing(mask), others))
     leaves, structure = jax.tree.flatten(arguments)
     split_leaves = [split(x, n) for x, n in zip(leaves, trailing, strict=True)]
     values, axes = ([x[i] for x in split_leaves] for i in range(2))
@@ -76,5 +78,7 @@ def _trailing(mask: Mask) -> Any:
         return [_trailing(part) for part in mask.masks]
     if isinstance(mask, PrefixLM):
         return 1 if mask.prefix.dtype == jnp.bool_ else 0
+    if isinstance(mask, FromFunction):  # its arrays have no batch axes
+        return [x.ndim for x in mask.arrays]
     count = 1 if isinstance(mask, Segments) else 3
     return [count for _ in jax.tree.leaves(mask)]

@@ -44,11 +44,18 @@ def map_operands(function: Callable[[Array, Dimensions], Any], operands: Operand
         if (x := getattr(operands, name)) is not None:
             changed[name] = function(x, matrix_dimensions(x))
     named: dict[str, Dimensions] = dict(
-        sinks=("batch", "heads"), dropout_seed=("batch", "heads"), q_index=("q",), kv_index=("kv",)
+        sinks=("batch", "heads"),
+        dropout_seed=("batch", "heads"),
+        batch_index=("batch",),
+        head_index=("heads",),
+        q_index=("q",),
+        kv_index=("kv",),
     )
     for name, dims in named.items():
         if (x := getattr(operands, name)) is not None:
             changed[name] = function(x, dims)
+    for name in ("score_arrays", "mask_arrays"):
+        changed[name] = tuple(function(x, ("batch", *(None,) * (x.ndim - 1))) for x in getattr(operands, name))
     return dataclasses.replace(operands, **changed)
 
 

@@ -218,7 +218,8 @@ class _Share:
         _, operands, *_ = jax.tree.unflatten(self.structure, self.leaves)
         dbias = next(others) if operands.bias_gradient else None
         dsinks = next(others) if operands.sinks is not None else None
-        return tuple(results[: self.count]), (dbias, dsinks)
+        dmods = tuple(next(others) if wanted else None for wanted in operands.mod_gradients)
+        return tuple(results[: self.count]), (dbias, dsinks, dmods)
 
 
 def _head_counts(layout: str, arrays, operands: Operands) -> tuple[int, int]:
@@ -299,5 +300,6 @@ def _learned(operands: Operands, backward: bool) -> list:
     """What has gradients besides the arrays."""
     if not backward:
         return []
-    found = [operands.bias if operands.bias_gradient else None, operands.sinks]
+    mods = [x for x, wanted in zip(operands.score_arrays, operands.mod_gradients, strict=False) if wanted]
+    found = [operands.bias if operands.bias_gradient else None, operands.sinks, *mods]
     return [x for x in found if x is not None]

@@ -59,6 +59,9 @@ def operand_dims(operands: Operands) -> Operands:
     def known(x, *names):
         return None if x is None else Dims(names)
 
+    def captured(x):
+        return Dims((None if x.shape[0] == 1 else "batch", *(None,) * (len(x.shape) - 1)))
+
     segments, blocks, sinks = operands.segments, operands.blocks, operands.sinks
     if segments is not None:
         segments = dataclasses.replace(
@@ -78,6 +81,10 @@ def operand_dims(operands: Operands) -> Operands:
         bias=scores(operands.bias),
         sinks=None if sinks is None else Dims((None if sinks.shape[0] == 1 else "batch", "q_heads")),
         dropout_seed=known(operands.dropout_seed, "batch", "q_heads"),
+        score_arrays=tuple(map(captured, operands.score_arrays)),
+        mask_arrays=tuple(map(captured, operands.mask_arrays)),
+        batch_index=known(operands.batch_index, "batch"),
+        head_index=known(operands.head_index, "q_heads"),
         q_index=known(operands.q_index, "q_seq"),
         kv_index=known(operands.kv_index, "kv_seq"),
     )

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from .._call import Call
+from .._mask_function import FromFunction
 from .._masks import And, BlockSparse, Causal, Dense, Mask, parts, PrefixLM, Segments, SlidingWindow
 from .._operands import Operands
 from .._vjp import attend, Learned
@@ -99,10 +100,12 @@ class Spread:
         padded = {name: order.padded(length) for name, length in lengths.items()}
         pad = functools.partial(_padded, lengths, padded)
         arrays = tuple(map(pad, arrays, dimensions))
-        everything = dataclasses.replace(operands, bias=learned.bias, sinks=learned.sinks)
+        everything = dataclasses.replace(
+            operands, bias=learned.bias, sinks=learned.sinks, score_arrays=learned.score_arrays
+        )
         everything = map_operands(pad, _dealt_blocks(everything, order, padded))
-        learned = Learned(everything.bias, everything.sinks)
-        operands = dataclasses.replace(everything, bias=None, sinks=None)
+        learned = Learned(everything.bias, everything.sinks, everything.score_arrays)
+        operands = dataclasses.replace(everything, bias=None, sinks=None, score_arrays=())
         placement = self._placement(mask, operands, learned, padded)
         out, *rows = attend(dataclasses.replace(call, placement=placement), arrays, operands, learned)
         if padded == lengths:
@@ -129,11 +132,14 @@ class Spread:
 
 def _positions_decide(mask: Mask) -> bool:
     """Whether nothing but positions, which are known while tracing, decides which devices see each other's keys."""
-    return all(isinstance(part, Causal | SlidingWindow | Dense | BlockSparse) for part in parts(mask))
+    return all(isinstance(part, Causal | SlidingWindow | Dense | BlockSparse | FromFunction) for part in parts(mask))
 
 
 def _padded(lengths: dict[str, int], padded: dict[str, int], x: Array, names: Dimensions) -> Array:
-    """`x` with padding tokens at the end: ids below 1, which differ between queries and keys, and zeros elsewhere."""
+    """`x` with padding tokens at the end: ids below 1, which differ between queries and keys, and zeros elsewhere.
+
+    Indices, which have no axis but that of tokens, are 0: functions may read arrays there.
+    """
     tokens = dict(q="q", rows="q", kv="kv", columns="kv")
     widths = [(0, 0)] * x.ndim
     for axis, name in enumerate(names):
@@ -142,8 +148,8 @@ def _padded(lengths: dict[str, int], padded: dict[str, int], x: Array, names: Di
             widths[axis] = (0, padded[token] - lengths[token])
     if not any(after for _, after in widths):
         return x
-    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
-    return jnp.pad(x, widths, constant_values=(-1 if "q" in names else -2) if is_integer else 0)
+    is_ids = jnp.issubdtype(x.dtype, jnp.integer) and x.ndim > 1
+    return jnp.pad(x, widths, constant_values=(-1 if "q" in names else -2) if is_ids else 0)
 
 
 def _dealt_blocks(operands: Operands, order: Order, padded: dict[str, int]) -> Operands:

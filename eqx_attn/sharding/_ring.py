@@ -76,7 +76,7 @@ def backward(
     shifts, visible = _shifts(placement), _visible(placement, operands)
     partial = with_wide_bias(placement, operands, "rows", "columns")
     partial = dataclasses.replace(partial, sinks=None, out_dtype=wide_dtype(query))
-    dquery, returning, dbias = None, None, None
+    dquery, returning, dbias, dmods = None, None, None, None
     for number, shift in enumerate(shifts):
         moving, dquery = lax.optimization_barrier((moving, dquery))
         upcoming = moving
@@ -84,8 +84,9 @@ def backward(
             upcoming = _sent(placement, moving, shifts[number + 1] - shift)
 
         hop = functools.partial(differentiate, (query, *moving), _of_hop(placement, partial, shift), *rows)
-        (dquery_part, *dkv), (dbias_part, _) = _where_visible(placement, visible, shift, hop, 0)
+        (dquery_part, *dkv), (dbias_part, _, dmods_part) = _where_visible(placement, visible, shift, hop, 0)
         dquery = dquery_part if dquery is None else dquery + dquery_part
+        dmods = dmods_part if dmods is None else jax.tree.map(jnp.add, dmods, dmods_part)
         returning = dkv if returning is None else jax.tree.map(jnp.add, returning, dkv)
         if operands.bias_gradient:
             dbias = _with_columns(placement, dbias, dbias_part, operands, shift)
@@ -97,7 +98,8 @@ def backward(
         grad.astype(operands.out_dtype or x.dtype) for grad, x in zip((dquery, *returning), arrays, strict=True)
     )
     dsinks = _sinks_gradient(placement, layout, operands.sinks, *rows)
-    return grads, (whole_bias_gradient(placement, dbias, operands, "rows"), dsinks)
+    dmods = lax.psum(dmods, placement.axis)
+    return grads, (whole_bias_gradient(placement, dbias, operands, "rows"), dsinks, dmods)
 
 
 def _sinks_gradient(placement: Placement, layout: str, sinks: Array | None, out, lse, dout, dlse) -> Array | None:

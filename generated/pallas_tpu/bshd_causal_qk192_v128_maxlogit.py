@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk192_v128_maxlogit
-# digest: dededf1b365b0495
+# digest: afd7ebf79cea85d3
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 192], key [batch, kv_seq, kv_heads, 192], value [batch, kv_seq, kv_heads, 128].
@@ -37,7 +37,6 @@ from eqx_attn._device import (
     pad_rows,
     parts_of_block,
     query_sums,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -91,7 +90,7 @@ def forward(q, k, v, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -136,7 +135,7 @@ def _forward_kernel(
         v = v_ref[...]
         s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
         if partial:
-            s = jnp.where(_keep(q_block, kv_block, s.shape, upper, kv_seq), s, HIDDEN)
+            s = jnp.where(_keep(q_block * q_ref.shape[0], kv_block * k_ref.shape[0], s.shape, upper, kv_seq), s, HIDDEN)
             v = zero_tail(v, kv_block, kv_seq)
         row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
         correction = jnp.exp2(max_ref[...] - row_max)
@@ -368,13 +367,12 @@ def _keep_part(part, q_start, kv_start, upper, kv_seq):
     return keep & (columns < kv_seq)
 
 
-def _keep(q_block, kv_block, shape, upper, kv_seq):
-    """Which scores of a block survive, [block_kv, block_q]."""
-    block_kv, block_q = shape
-    rows = q_block * block_q + lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
-    columns = kv_block * block_kv + lax.broadcasted_iota(jnp.int32, (block_kv, 1), 0)
+def _keep(q_start, kv_start, shape, upper, kv_seq):
+    """Which scores of queries and keys from these on survive, `shape` [keys, queries]."""
+    rows = q_start + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+    columns = kv_start + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
     keep = columns <= rows + upper
-    return keep & (columns < kv_seq) if kv_seq % block_kv else keep
+    return keep & (columns < kv_seq)
 
 
 def _query_blocks(block_q, block_kv, group, visits):

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk256_v256_softcap
-# digest: 152156417e0e1438
+# digest: 026032fbcd70f6bd
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 256], key [batch, kv_seq, kv_heads, 256], value [batch, kv_seq, kv_heads, 256].
@@ -10,6 +10,10 @@ The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward ke
 keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
 [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
 keys need no exchange between lanes.
+
+The maximum of a block would keep its weights waiting for all of its scores. Weights refer to a maximum from before the
+block instead, so that a block's parts overlap, the products of one with the weights of another; where a sum of weights
+then grows out of range, the block is taken again, with its own maximum.
 
 Which blocks a block visits, and which of those need a mask, is a table in scalar memory; nothing is loaded for a block
 with nothing to see.
@@ -29,9 +33,9 @@ from eqx_attn._device import (
     across_lanes,
     band_kv_visits,
     band_q_visits,
-    cut,
     dot,
     edges_of_band,
+    ends_of_rows,
     fit_block,
     fit_chunk,
     in_turns,
@@ -41,9 +45,9 @@ from eqx_attn._device import (
     pad_rows,
     parts_of_block,
     query_sums,
+    rows_without,
     SAMPLE,
     tanh,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -68,6 +72,7 @@ def forward(q, k, v, operands, tiles):
     q_blocks = pl.cdiv(q_seq, block_q)
     visits = band_kv_visits(q_seq, kv_seq, block_q, block_kv, upper=operands.upper)
     queries, keys, rows = _query_blocks(block_q, block_kv, q_heads // kv_heads, visits)
+    edges = edges_of_band(tiles.forward, block_q, block_kv, q_seq, kv_seq, upper=operands.upper)
     out, lse = pl.pallas_call(
         functools.partial(
             _forward_kernel,
@@ -78,6 +83,7 @@ def forward(q, k, v, operands, tiles):
             q_seq=q_seq,
             kv_seq=kv_seq,
             tile=tiles.forward,
+            edges=edges,
             precision=matmul_precision(q.dtype),
         ),
         out_shape=(
@@ -94,13 +100,14 @@ def forward(q, k, v, operands, tiles):
                 pltpu.VMEM((1, block_q), jnp.float32),
                 pltpu.VMEM((2, 1, block_q), jnp.float32),
                 pltpu.SMEM((1,), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
                 pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
                 pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -124,6 +131,7 @@ def _forward_kernel(
     max_ref,
     sum_ref,
     slot_ref,
+    exact_ref,
     queries_ref,
     values_ref,
     *,
@@ -134,6 +142,7 @@ def _forward_kernel(
     q_seq,
     kv_seq,
     tile,
+    edges,
     precision,
 ):
     """One step of one block of queries: one block of keys into the running softmax of each query."""
@@ -149,10 +158,11 @@ def _forward_kernel(
         queries_ref[...] = zero_tail(q_ref[...], q_block, q_seq).T
 
     block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+    q_start, kv_start = q_block * block_q, kv_block * block_kv
     chunk = fit_chunk(block_q, block_kv)
     chunks = block_kv // chunk
 
-    def attend(partial):
+    def attend():
         """Chunks of keys one after the other, each with the maximum of all keys so far."""
         slot = slot_ref[0]
 
@@ -161,75 +171,85 @@ def _forward_kernel(
             v = v_ref[keys]
             s = dot(k_ref[keys], queries_ref[...], (1, 0), precision)  # [chunk, block_q]
             s = tanh(s * (scale / softcap)) * (softcap * LOG2_E)
-            if partial:
-                s = jnp.where(_keep(q_block, kv_block * chunks + number, s.shape, upper, kv_seq), s, HIDDEN)
-                v = zero_tail(v, kv_block * chunks + number, kv_seq)
+            s = jnp.where(_keep(q_start, kv_start + number * chunk, s.shape, upper, kv_seq), s, HIDDEN)
+            v = zero_tail(v, kv_start // chunk + number, kv_seq)
             row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-            correction = jnp.exp2(max_ref[...] - row_max)
-            p = jnp.exp2(s - row_max)
+            shift = jnp.where(row_max > HIDDEN, row_max, 0.0)  # where nothing is seen, nothing is added
+            correction = jnp.exp2(max_ref[...] - shift)
+            p = jnp.exp2(s - shift)
             max_ref[...] = row_max
             sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
             acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
             return 0
 
-        keys = kv_seq - kv_block * block_kv  # up to the end of the sequence
-        keys = jnp.minimum(keys, (q_block + 1) * block_q + upper - kv_block * block_kv)  # up to the last query's last
+        keys = kv_seq - kv_start  # up to the end of the sequence
+        keys = jnp.minimum(keys, q_start + block_q + upper - kv_start)  # up to the last query's last
         end = jnp.minimum(pl.cdiv(keys, chunk), chunks)
         lax.fori_loop(0, end, attend_chunk, 0)
 
-    def attend_whole():
-        """Tiles of scores, the products of one beside the weights of another, against a maximum from before this block."""
-        end = block_kv
+    def attend_parts(parts, partial):
+        """Parts of the scores, the products of one beside the weights of another, against a maximum from before this block."""
         old, new = slot_ref[0], 1 - slot_ref[0]
-
-        @pl.when(jnp.min(max_ref[...]) == HIDDEN)
-        def _():
-            # Queries that have seen nothing yet start with the maximum over the first keys of the block.
-            s = dot(k_ref[:SAMPLE], queries_ref[...], (1, 0), precision)
-            s = tanh(s * (scale / softcap)) * (softcap * LOG2_E)
-            highest = jnp.max(s, axis=0, keepdims=True)
-            max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
-
-        values_ref[...] = v_ref[...].T
-        tiles = [(queries, keys) for queries in cut(block_q, tile.inner_q) for keys in cut(end, tile.inner_kv)]
+        values_ref[...] = (zero_tail(v_ref[...], kv_block, kv_seq) if partial else v_ref[...]).T
+        parts = sorted(parts, key=lambda part: part.rows.start)
+        first, last = ends_of_rows(parts)
+        for rows in rows_without(parts, block_q):
+            acc_ref[new, :, rows], sum_ref[new, :, rows] = acc_ref[old, :, rows], sum_ref[old, :, rows]
         products, weights = {}, {}
-        for turn in range(-tile.lead, len(tiles) + tile.lag):
+        for turn in range(-tile.lead, len(parts) + tile.lag):
             if turn >= tile.lag:
-                queries, keys = tiles[turn - tile.lag]
-                acc = acc_ref[old, :, queries] if keys.start == 0 else acc
-                acc = acc + dot(values_ref[:, keys], weights.pop(turn - tile.lag), (1, 0), precision)
-                if keys.stop == end:
-                    acc_ref[new, :, queries] = acc  # [head_dim, inner_q]
-            if turn + tile.lead < len(tiles):
-                queries, keys = tiles[turn + tile.lead]
-                products[turn + tile.lead] = dot(k_ref[keys], queries_ref[:, queries], (1, 0), precision)
-            if 0 <= turn < len(tiles):
-                queries, keys = tiles[turn]
-                s = products.pop(turn)  # [inner_kv, inner_q]
+                number = turn - tile.lag
+                rows, columns, _ = parts[number]
+                acc = acc_ref[old, :, rows] if number in first else acc
+                acc = acc + dot(values_ref[:, columns], weights.pop(number), (1, 0), precision)  # [head_dim, rows]
+                if number in last:
+                    acc_ref[new, :, rows] = acc
+            if turn + tile.lead < len(parts):
+                rows, columns, _ = parts[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[columns], queries_ref[:, rows], (1, 0), precision)
+            if 0 <= turn < len(parts):
+                rows, columns, whole = parts[turn]
+                s = products.pop(turn)  # [columns, rows]
                 s = tanh(s * (scale / softcap)) * (softcap * LOG2_E)
-                p = jnp.exp2(s - max_ref[:, queries])
-                total = sum_ref[old, :, queries] if keys.start == 0 else total
+                if not whole:
+                    keep = _keep(q_start + rows.start, kv_start + columns.start, s.shape, upper, kv_seq)
+                    s = jnp.where(keep, s, HIDDEN)
+                p = jnp.exp2(s - max_ref[:, rows])
+                total = sum_ref[old, :, rows] if turn in first else total
                 total = total + jnp.sum(p, axis=0, keepdims=True)
-                if keys.stop == end:
-                    sum_ref[new, :, queries] = total
+                if turn in last:
+                    sum_ref[new, :, rows] = total
                 weights[turn] = p.astype(v_ref.dtype)
         fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
 
-        @pl.when(fits)
-        def _():
-            slot_ref[0] = new
+        slot_ref[0] = jnp.where(fits, new, old)
+        exact_ref[0] = jnp.where(fits, 0, 1)
 
-        @pl.when(~fits)
-        def _():
-            attend(partial=False)
+    visited = visits.visited(visits_ref, q_block, step)
+    distance = kv_start - q_start
+    whole = visited & (kv_start + block_kv <= kv_seq) & (distance + block_kv - 1 <= upper)
 
-    @pl.when(visits.whole(visits_ref, q_block, step))
+    @pl.when(visited & (jnp.min(max_ref[...]) == HIDDEN))
     def _():
-        attend_whole()
+        # Queries that have seen nothing yet start with the maximum of the first keys.
+        s = dot(k_ref[: min(SAMPLE, block_kv)], queries_ref[...], (1, 0), precision)
+        s = tanh(s * (scale / softcap)) * (softcap * LOG2_E)
+        s = jnp.where(_keep(q_start, kv_start, s.shape, upper, kv_seq), s, HIDDEN)
+        highest = jnp.max(s, axis=0, keepdims=True)
+        max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
 
-    @pl.when(visits.partial(visits_ref, q_block, step))
+    seen = jnp.min(max_ref[...]) > HIDDEN  # by every query
+    exact_ref[0] = jnp.where(visited & ~whole & ~seen, 1, 0)
+
+    @pl.when(whole)
     def _():
-        attend(partial=True)
+        attend_parts(parts_of_block(tile, block_q, block_kv), partial=False)
+
+    for edge in edges:
+        through = visited & ~whole & seen & (edge.low <= distance) & (distance <= edge.high)
+        pl.when(through)(functools.partial(attend_parts, edge.parts, partial=True))
+
+    pl.when(exact_ref[0] == 1)(attend)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _():
@@ -449,13 +469,12 @@ def _keep_part(part, q_start, kv_start, upper, kv_seq):
     return keep & (columns < kv_seq)
 
 
-def _keep(q_block, kv_block, shape, upper, kv_seq):
-    """Which scores of a block survive, [block_kv, block_q]."""
-    block_kv, block_q = shape
-    rows = q_block * block_q + lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
-    columns = kv_block * block_kv + lax.broadcasted_iota(jnp.int32, (block_kv, 1), 0)
+def _keep(q_start, kv_start, shape, upper, kv_seq):
+    """Which scores of queries and keys from these on survive, `shape` [keys, queries]."""
+    rows = q_start + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+    columns = kv_start + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
     keep = columns <= rows + upper
-    return keep & (columns < kv_seq) if kv_seq % block_kv else keep
+    return keep & (columns < kv_seq)
 
 
 def _query_blocks(block_q, block_kv, group, visits):

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk64_v64_bias
-# digest: fb2a3bfd889a8679
+# digest: dfc8ee530ae4ce70
 """Causal attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -41,7 +41,6 @@ from eqx_attn._device import (
     parts_of_block,
     query_sums,
     score_blocks,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -94,7 +93,7 @@ def forward(q, k, v, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -141,7 +140,7 @@ def _forward_kernel(
         v = v_ref[...]
         s = dot(k_ref[...], q_ref[...], (1, 1), precision) * scale + bias.tile(bias_ref)  # [block_kv, block_q]
         if partial:
-            s = jnp.where(_keep(q_block, kv_block, s.shape, upper, kv_seq), s, HIDDEN)
+            s = jnp.where(_keep(q_block * q_ref.shape[0], kv_block * k_ref.shape[0], s.shape, upper, kv_seq), s, HIDDEN)
             v = zero_tail(v, kv_block, kv_seq)
         row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
         shift = jnp.where(row_max > HIDDEN, row_max, 0.0)  # -inf - -inf is no number
@@ -180,7 +179,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     dq, dk, dv = _array_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
     dbias = ()
     if operands.bias_gradient:
-        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dq),)
+        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dbias or tiles.dq),)
     return dq, dk, dv, *dbias
 
 
@@ -414,7 +413,7 @@ def _bias_gradient(q, k, v, dout, lse, delta, operands, tile):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics,
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_dbias",
@@ -455,7 +454,8 @@ def _dbias_kernel(
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)  # [block_kv or 1, block_q or 1]
 
-    keep = _keep(q_block, kv_block, (k_ref.shape[0], q_ref.shape[0]), upper, kv_seq) & (lse_ref[...] < BLIND)
+    keep = _keep(q_block * q_ref.shape[0], kv_block * k_ref.shape[0], (k_ref.shape[0], q_ref.shape[0]), upper, kv_seq)
+    keep &= lse_ref[...] < BLIND
 
     @pl.when(jnp.any(keep))
     def _():
@@ -498,13 +498,12 @@ def _bias_blocks(block_q, block_kv, group, bias):
     return queries, keys, rows, scores
 
 
-def _keep(q_block, kv_block, shape, upper, kv_seq):
-    """Which scores of a block survive, [block_kv, block_q]."""
-    block_kv, block_q = shape
-    rows = q_block * block_q + lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
-    columns = kv_block * block_kv + lax.broadcasted_iota(jnp.int32, (block_kv, 1), 0)
+def _keep(q_start, kv_start, shape, upper, kv_seq):
+    """Which scores of queries and keys from these on survive, `shape` [keys, queries]."""
+    rows = q_start + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+    columns = kv_start + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
     keep = columns <= rows + upper
-    return keep & (columns < kv_seq) if kv_seq % block_kv else keep
+    return keep & (columns < kv_seq)
 
 
 def _query_blocks(block_q, block_kv, group, visits):

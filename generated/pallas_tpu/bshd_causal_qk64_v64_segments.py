@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_causal_qk64_v64_segments
-# digest: 322a696d23366d3f
+# digest: 1b3ffec47d0ee306
 """Causal attention within segments on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -11,6 +11,10 @@ The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): the forward ke
 keys; the backward recomputes the scores once, for all gradients. In the forward, scores are held transposed,
 [block_kv, block_q]: the statistics of a query then lie along the lanes, like lse in memory, and maxima and sums over
 keys need no exchange between lanes.
+
+The maximum of a block would keep its weights waiting for all of its scores. Weights refer to a maximum from before the
+block instead, so that a block's parts overlap, the products of one with the weights of another; where a sum of weights
+then grows out of range, the block is taken again, with its own maximum.
 
 A token sees only tokens of its own id. Which blocks a block visits, and which of those need a mask, is a table in
 scalar memory, made from each block's least and greatest id and position; nothing is loaded for a block with nothing to
@@ -28,8 +32,8 @@ from jax.experimental.pallas import tpu as pltpu
 from eqx_attn._device import (
     across_lanes,
     column,
-    cut,
     dot,
+    ends_of_rows,
     fit_block,
     fit_chunk,
     in_turns,
@@ -43,7 +47,6 @@ from eqx_attn._device import (
     SAMPLE,
     segment_kv_visits,
     segment_q_visits,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -92,13 +95,14 @@ def forward(q, k, v, operands, tiles):
                 pltpu.VMEM((1, block_q), jnp.float32),
                 pltpu.VMEM((2, 1, block_q), jnp.float32),
                 pltpu.SMEM((1,), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
                 pltpu.VMEM((HEAD_DIM, block_q), q.dtype),
                 pltpu.VMEM((HEAD_DIM, block_kv), v.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -124,6 +128,7 @@ def _forward_kernel(
     max_ref,
     sum_ref,
     slot_ref,
+    exact_ref,
     queries_ref,
     values_ref,
     *,
@@ -149,7 +154,7 @@ def _forward_kernel(
     chunk = fit_chunk(block_q, block_kv)
     chunks = block_kv // chunk
 
-    def attend(partial):
+    def attend():
         """Chunks of keys one after the other, each with the maximum of all keys so far."""
         slot = slot_ref[0]
 
@@ -157,12 +162,12 @@ def _forward_kernel(
             keys = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
             v = v_ref[keys]
             s = dot(k_ref[keys], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)  # [chunk, block_q]
-            if partial:
-                s = jnp.where(_keep(tokens, upper, keys), s, HIDDEN)
-                v = _zero_padding(v, tokens, keys)
+            s = jnp.where(_keep(tokens, upper, keys), s, HIDDEN)
+            v = _zero_padding(v, tokens, keys)
             row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
-            correction = jnp.exp2(max_ref[...] - row_max)
-            p = jnp.exp2(s - row_max)
+            shift = jnp.where(row_max > HIDDEN, row_max, 0.0)  # where nothing is seen, nothing is added
+            correction = jnp.exp2(max_ref[...] - shift)
+            p = jnp.exp2(s - shift)
             max_ref[...] = row_max
             sum_ref[slot] = sum_ref[slot] * correction + jnp.sum(p, axis=0, keepdims=True)
             acc_ref[slot] = acc_ref[slot] * correction + dot(v, p.astype(v.dtype), (0, 0), precision)
@@ -170,57 +175,52 @@ def _forward_kernel(
 
         lax.fori_loop(0, chunks, attend_chunk, 0)
 
-    def attend_whole():
-        """Tiles of scores, the products of one beside the weights of another, against a maximum from before this block."""
-        end = block_kv
+    def attend_parts(parts):
+        """Parts of the scores, the products of one beside the weights of another, against a maximum from before this block."""
         old, new = slot_ref[0], 1 - slot_ref[0]
-
-        @pl.when(jnp.min(max_ref[...]) == HIDDEN)
-        def _():
-            # Queries that have seen nothing yet start with the maximum over the first keys of the block.
-            s = dot(k_ref[:SAMPLE], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
-            highest = jnp.max(s, axis=0, keepdims=True)
-            max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
-
         values_ref[...] = v_ref[...].T
-        tiles = [(queries, keys) for queries in cut(block_q, tile.inner_q) for keys in cut(end, tile.inner_kv)]
+        parts = sorted(parts, key=lambda part: part.rows.start)
+        first, last = ends_of_rows(parts)
         products, weights = {}, {}
-        for turn in range(-tile.lead, len(tiles) + tile.lag):
+        for turn in range(-tile.lead, len(parts) + tile.lag):
             if turn >= tile.lag:
-                queries, keys = tiles[turn - tile.lag]
-                acc = acc_ref[old, :, queries] if keys.start == 0 else acc
-                acc = acc + dot(values_ref[:, keys], weights.pop(turn - tile.lag), (1, 0), precision)
-                if keys.stop == end:
-                    acc_ref[new, :, queries] = acc  # [head_dim, inner_q]
-            if turn + tile.lead < len(tiles):
-                queries, keys = tiles[turn + tile.lead]
-                products[turn + tile.lead] = dot(k_ref[keys], queries_ref[:, queries], (1, 0), precision)
-            if 0 <= turn < len(tiles):
-                queries, keys = tiles[turn]
-                s = products.pop(turn) * (scale * LOG2_E)  # [inner_kv, inner_q]
-                p = jnp.exp2(s - max_ref[:, queries])
-                total = sum_ref[old, :, queries] if keys.start == 0 else total
+                number = turn - tile.lag
+                rows, columns, _ = parts[number]
+                acc = acc_ref[old, :, rows] if number in first else acc
+                acc = acc + dot(values_ref[:, columns], weights.pop(number), (1, 0), precision)  # [head_dim, rows]
+                if number in last:
+                    acc_ref[new, :, rows] = acc
+            if turn + tile.lead < len(parts):
+                rows, columns, _ = parts[turn + tile.lead]
+                products[turn + tile.lead] = dot(k_ref[columns], queries_ref[:, rows], (1, 0), precision)
+            if 0 <= turn < len(parts):
+                rows, columns, whole = parts[turn]
+                s = products.pop(turn) * (scale * LOG2_E)  # [columns, rows]
+                p = jnp.exp2(s - max_ref[:, rows])
+                total = sum_ref[old, :, rows] if turn in first else total
                 total = total + jnp.sum(p, axis=0, keepdims=True)
-                if keys.stop == end:
-                    sum_ref[new, :, queries] = total
+                if turn in last:
+                    sum_ref[new, :, rows] = total
                 weights[turn] = p.astype(v_ref.dtype)
         fits = jnp.max(jnp.where(sum_ref[new] < OVERFLOW, 0, 1)) == 0
 
-        @pl.when(fits)
-        def _():
-            slot_ref[0] = new
+        slot_ref[0] = jnp.where(fits, new, old)
+        exact_ref[0] = jnp.where(fits, 0, 1)
 
-        @pl.when(~fits)
-        def _():
-            attend(partial=False)
+    exact_ref[0] = jnp.where(visits.partial(visits_ref, q_block, step, example), 1, 0)
 
     @pl.when(visits.whole(visits_ref, q_block, step, example))
     def _():
-        attend_whole()
+        @pl.when(jnp.min(max_ref[...]) == HIDDEN)
+        def _():
+            # Queries that have seen nothing yet start with the maximum of the first keys.
+            s = dot(k_ref[: min(SAMPLE, block_kv)], queries_ref[...], (1, 0), precision) * (scale * LOG2_E)
+            highest = jnp.max(s, axis=0, keepdims=True)
+            max_ref[...] = jnp.where(max_ref[...] == HIDDEN, highest, max_ref[...])
 
-    @pl.when(visits.partial(visits_ref, q_block, step, example))
-    def _():
-        attend(partial=True)
+        attend_parts(parts_of_block(tile, block_q, block_kv))
+
+    pl.when(exact_ref[0] == 1)(attend)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _():

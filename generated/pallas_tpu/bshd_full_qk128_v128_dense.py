@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk128_v128_dense
-# digest: 5d7efbc2da3ebeaa
+# digest: 6872a2ad3da825f9
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -34,7 +34,6 @@ from eqx_attn._device import (
     parts_of_block,
     query_sums,
     score_blocks,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -83,7 +82,7 @@ def forward(q, k, v, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -113,7 +112,7 @@ def _forward_kernel(
         s = dot(k_ref[...], q_ref[...], (1, 1), precision) * (scale * LOG2_E)  # [block_kv, block_q]
         s = jnp.where(dense.tile(dense_ref), s, HIDDEN)
         if partial:
-            s = jnp.where(_keep(kv_block, s.shape, kv_seq), s, HIDDEN)
+            s = jnp.where(_keep(kv_block * k_ref.shape[0], s.shape, kv_seq), s, HIDDEN)
             v = zero_tail(v, kv_block, kv_seq)
         row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
         correction = jnp.exp2(max_ref[...] - row_max)
@@ -338,9 +337,9 @@ def _keep_part(part, kv_block, block_kv, kv_seq):
     return kv_block * block_kv + part.columns.start + columns < kv_seq
 
 
-def _keep(kv_block, shape, kv_seq):
-    """Which scores of a block survive, [block_kv, block_q]: those of keys before the end."""
-    return kv_block * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0) < kv_seq
+def _keep(kv_start, shape, kv_seq):
+    """Which scores of keys from this one on survive, `shape` [keys, queries]: those of keys before the end."""
+    return kv_start + lax.broadcasted_iota(jnp.int32, shape, 0) < kv_seq
 
 
 def _query_blocks(block_q, block_kv, group):

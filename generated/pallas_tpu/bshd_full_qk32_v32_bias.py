@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk32_v32_bias
-# digest: c2e251bf95693a04
+# digest: 00e2b96e1adf7a1b
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 32], key [batch, kv_seq, kv_heads, 32], value [batch, kv_seq, kv_heads, 32].
@@ -36,7 +36,6 @@ from eqx_attn._device import (
     parts_of_block,
     query_sums,
     score_blocks,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
     zero_tail,
@@ -85,7 +84,7 @@ def forward(q, k, v, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -114,7 +113,7 @@ def _forward_kernel(
         v = v_ref[...]
         s = dot(k_ref[...], q_ref[...], (1, 1), precision) * scale + bias.tile(bias_ref)  # [block_kv, block_q]
         if partial:
-            s = jnp.where(_keep(kv_block, s.shape, kv_seq), s, HIDDEN)
+            s = jnp.where(_keep(kv_block * k_ref.shape[0], s.shape, kv_seq), s, HIDDEN)
             v = zero_tail(v, kv_block, kv_seq)
         row_max = jnp.maximum(max_ref[...], jnp.max(s, axis=0, keepdims=True))
         shift = jnp.where(row_max > HIDDEN, row_max, 0.0)  # -inf - -inf is no number
@@ -155,7 +154,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     dq, dk, dv = _array_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
     dbias = ()
     if operands.bias_gradient:
-        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dq),)
+        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dbias or tiles.dq),)
     return dq, dk, dv, *dbias
 
 
@@ -373,7 +372,7 @@ def _bias_gradient(q, k, v, dout, lse, delta, operands, tile):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics,
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_dbias",
@@ -400,7 +399,8 @@ def _dbias_kernel(
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)  # [block_kv or 1, block_q or 1]
 
-    keep = _keep(kv_block, (k_ref.shape[0], q_ref.shape[0]), kv_seq) & (lse_ref[...] < BLIND)
+    keep = _keep(kv_block * k_ref.shape[0], (k_ref.shape[0], q_ref.shape[0]), kv_seq)
+    keep &= lse_ref[...] < BLIND
     s = dot(k_ref[...], q_ref[...], (1, 1), precision) * scale + bias.tile(bias_ref)  # [block_kv, block_q]
     p = jnp.exp2((s - lse_ref[...]) * LOG2_E)
     dp = dot(v_ref[...], dout_ref[...], (1, 1), precision)
@@ -440,9 +440,9 @@ def _bias_blocks(block_q, block_kv, group, bias):
     return queries, keys, rows, scores
 
 
-def _keep(kv_block, shape, kv_seq):
-    """Which scores of a block survive, [block_kv, block_q]: those of keys before the end."""
-    return kv_block * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0) < kv_seq
+def _keep(kv_start, shape, kv_seq):
+    """Which scores of keys from this one on survive, `shape` [keys, queries]: those of keys before the end."""
+    return kv_start + lax.broadcasted_iota(jnp.int32, shape, 0) < kv_seq
 
 
 def _query_blocks(block_q, block_kv, group):

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk32_v32_segments_bias
-# digest: f5e6bd6eac4d5a8b
+# digest: 6fcaee9b1cc0c80b
 """Full attention within segments on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 32], key [batch, kv_seq, kv_heads, 32], value [batch, kv_seq, kv_heads, 32].
@@ -42,7 +42,6 @@ from eqx_attn._device import (
     score_blocks,
     segment_kv_visits,
     segment_q_visits,
-    VMEM_LIMIT_BYTES,
     vmem_limit_bytes,
     widen,
 )
@@ -92,7 +91,7 @@ def forward(q, k, v, operands, tiles):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_forward",
@@ -177,7 +176,7 @@ def backward(q, k, v, out, lse, dout, dlse, operands, tiles):
     dq, dk, dv = _array_gradients(q, k, v, dout, lse, delta, operands, tiles.dkv)
     dbias = ()
     if operands.bias_gradient:
-        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dq),)
+        dbias = (_bias_gradient(q, k, v, dout, lse, delta, operands, tiles.dbias or tiles.dq),)
     return dq, dk, dv, *dbias
 
 
@@ -416,7 +415,7 @@ def _bias_gradient(q, k, v, dout, lse, delta, operands, tile):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics,
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=vmem_limit_bytes(),
         ),
         interpret=interpret_params(),
         name="attention_dbias",
