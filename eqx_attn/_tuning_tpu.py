@@ -1,5 +1,11 @@
 """Tile sizes of the TPU kernels."""
 
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
 from ._codegen import KernelSpec, MaskKind
 from ._operands import Tile, Tiles
 from ._vector_memory import tpu_generation
@@ -33,11 +39,47 @@ def fit_chunk(block_q: int, block_kv: int) -> int:
 
 
 def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> Tiles:
-    """The tiles that `spec` runs with unless a tuned table says otherwise.
+    """The tiles that `spec` runs with: those of the generation's table, `tiles/GENERATION.json`, or else general ones.
+
+    Kernels shrink a block to the sequence.
+    """
+    tiles = _general_tiles(spec, dtype)
+    generation = tpu_generation()
+    if dtype == "float32" or generation is None:
+        return tiles
+    found = tuned_tiles(generation, kind_of(spec), max(spec.qk_dim, spec.v_dim))
+    return dataclasses.replace(tiles, **found)
+
+
+def kind_of(spec: Any) -> str | None:
+    """What tables call kernels like this one; None for those that they do not hold.
+
+    Options that take vector memory or bring other loops need tiles of their own.
+    """
+    if spec.blocks or spec.dense or spec.bias or spec.dropout or spec.maxlogit:
+        return None
+    return f"{spec.mask}_segments" if spec.segments else str(spec.mask)
+
+
+def tuned_tiles(generation: str, kind: str | None, head_dim: int) -> dict[str, Tile]:
+    """The fields of `Tiles` that a generation's table holds for a kind of kernel, from the next larger head dim."""
+    dims = _table(generation).get(kind, {}) if kind else {}
+    larger = [dim for dim in map(int, dims) if dim >= head_dim]
+    return {field: Tile(**sizes) for field, sizes in dims[str(min(larger))].items()} if larger else {}
+
+
+@functools.cache
+def _table(generation: str) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
+    """By kind of kernel, head dim and field of `Tiles`; written by `python -m eqx_attn.bench --tune --static`."""
+    path = Path(__file__).parent / "tiles" / f"{generation}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _general_tiles(spec: KernelSpec, dtype: str) -> Tiles:
+    """Tiles for any generation.
 
     From static schedules (benchmarks/NOTES.md): larger blocks keep the matrix unit busier, up to 2048 rows, but a mask
     wastes more of a larger block, and compilation takes longer: much longer for float32, whose products are made of six.
-    Kernels shrink a block to the sequence.
     """
     if dtype == "float32":
         return Tiles(Tile(512, 512), Tile(512, 512), Tile(512, 512))

@@ -262,6 +262,12 @@ def _add_static(parser: argparse.ArgumentParser) -> None:
         metavar="KERNEL=QxKV[,FIELD=N]",
         help="with --spec: another tile for a kernel, such as forward=2048x1024 (repeatable)",
     )
+    group.add_argument("--tune", action="store_true", help="find the best tiles of our kernels, or of those of --spec")
+    group.add_argument(
+        "--write-table",
+        action="store_true",
+        help="with --tune: put them into eqx_attn/tiles/TPU.json, which kernels follow",
+    )
     group.add_argument("--workload", choices=("ring",), help="the time of a published ring attention instead")
     group.add_argument("--direction", choices=("fwd", "bwd"), help="with --spec: only forward or backward")
     group.add_argument(

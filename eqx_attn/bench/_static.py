@@ -16,7 +16,7 @@ import jax
 import jax.extend
 import numpy as np
 
-from ._bundles import DUMP_FLAGS, dumped_kernels, read_schedule
+from ._bundles import DUMP_FLAGS, dumped_kernels, read_schedule, Schedule
 from ._steps import Steps, steps_of
 from ._tpu import GENERATIONS
 
@@ -66,10 +66,11 @@ class PallasCall:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel; `steps` and `block` are None if it multiplies no matrices."""
+    """A compiled kernel, `bundles` long; `steps` and `block` are None if it multiplies no matrices."""
 
     name: str
     vmem: int
+    bundles: int
     grid: tuple[int | None, ...]
     steps: Steps | None
     block: Block | None
@@ -147,18 +148,21 @@ def compiled_kernels(
         for name, vmem in vmem_of_kernels(hlo):
             if re.search(program.names, name):
                 call = by_name[re.sub(r"\.\d+$", "", name)]
-                steps = None if folder is None else _steps(name, dumps, device)
-                kernels.append(Kernel(call.name, vmem, call.grid, steps, program.block(call) if steps else None))
+                schedule = None if folder is None else _schedule(name, dumps)
+                steps = None if schedule is None else steps_of(schedule, GENERATIONS[device])
+                block = None if steps is None else program.block(call)
+                bundles = 0 if schedule is None else schedule.root.end
+                kernels.append(Kernel(call.name, vmem, bundles, call.grid, steps, block))
         return tuple(kernels)
     finally:
         for path in folder.iterdir() if folder is not None else ():
             path.unlink()
 
 
-def _steps(name: str, dumps: dict[str, Path], device: str) -> Steps | None:
+def _schedule(name: str, dumps: dict[str, Path]) -> Schedule:
     if name not in dumps:
         raise ValueError(f"libtpu dumped no schedule of {name}; it has one of {', '.join(dumps)}")
-    return steps_of(read_schedule(dumps[name]), GENERATIONS[device])
+    return read_schedule(dumps[name])
 
 
 def vmem_of_kernels(hlo: str) -> Iterator[tuple[str, int]]:

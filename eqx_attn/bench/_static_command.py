@@ -1,9 +1,13 @@
 """`python -m eqx_attn.bench --static`: kernels measured by libtpu's own schedules, without a TPU."""
 
 import argparse
+import contextlib
+import functools
 import importlib.metadata
+import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +27,8 @@ def run(options: argparse.Namespace) -> int:
     """Measures, prints a table and, with `--record`, writes rows."""
     if options.workload:
         return _workload(options)
+    if options.tune:
+        return _tune(options)
     generations = generations_of(options.static)
     if options.spec is None and (options.tile or options.direction):
         raise ValueError("--tile and --direction belong to --spec NAME")
@@ -50,6 +56,29 @@ def _workload(options: argparse.Namespace) -> int:
     table, failed = ring.run(lambda jobs: with_progress(jobs, options.processes))
     _print(table, failed)
     return 1 if failed else 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from . import _static_tune as tuning
+
+    specs = [spec_named(name) for name in (options.spec.split(",") if options.spec else tuning.SPECS)]
+    directions = [options.direction] if options.direction else DIRECTIONS
+    cases = list(itertools.product(generations_of(options.static), specs, directions))
+    tuned, faults = [], []
+    with progress_bar() as progress:
+        task = progress.add_task("tuning", total=len(cases))
+        for generation, spec, direction in cases:
+            progress.update(task, description=f"tuning {spec.name} {direction} for {generation}")
+            try:
+                measure = functools.partial(with_progress, processes=options.processes, progress=progress)
+                tuned.append(tuning.tune(spec, generation, direction, options.seq, measure))
+                if options.write_table:
+                    tuning.write_table(Path(__file__).parent.parent / "tiles", tuned[-1:])
+            except tuning.NothingCompiles as error:
+                faults.append(str(error))
+            progress.advance(task)
+    _print(tuning.table_of(tuned), faults)
+    return 1 if faults else 0
 
 
 def _print(table: Table, faults: list[str]) -> None:
@@ -113,13 +142,22 @@ def parse_tiles(texts: list[str]) -> Overrides:
     return tuple(found)
 
 
-def with_progress(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Measured | str]]:
-    """`measure_all`, with a bar on standard error."""
+def progress_bar() -> Progress:
+    """On standard error."""
     clock = (TimeElapsedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *clock)
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("compiling", total=len(jobs))
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def with_progress(
+    jobs: list[Job], processes: int, progress: Progress | None = None
+) -> Iterator[tuple[Job, Measured | str]]:
+    """`measure_all`, with a bar of its own or, while it runs, in `progress`."""
+    with contextlib.nullcontext(progress) if progress else progress_bar() as shown:
+        task = shown.add_task("compiling", total=len(jobs))
         for job, result in measure_all(jobs, processes):
             words = " ".join(str(argument) for argument in job.arguments[:2])
-            progress.update(task, advance=1, description=f"{words} for {job.device}")
+            shown.update(task, advance=1, description=f"{words} for {job.device}")
             yield job, result
+        if progress:
+            progress.remove_task(task)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from rich.table import Table
 
 from ._static import Measured
-from ._static_estimate import call_cycles, visits_of
+from ._static_estimate import call_cycles, Mask, visits_of
 from ._static_peers import peer_program
 from ._static_pool import Job
 from ._static_spec import Direction, DIRECTIONS, HEADS, spec_program
@@ -60,7 +60,7 @@ def milliseconds(candidate: Candidate, measured: Measured) -> float:
     for kernel in measured.kernels:
         if kernel.block is not None:
             sizes = (candidate.seq, candidate.seq, kernel.block.queries, kernel.block.keys)
-            visits = visits_of(*sizes, causal=False, backward=candidate.direction == "bwd")
+            visits = visits_of(Mask(), *sizes, backward=candidate.direction == "bwd")
             cycles += call_cycles(kernel, visits, Q_HEADS)
     kernels = HOPS * MEASURED_OVER_STATIC * cycles / GENERATIONS[GENERATION].clock
     return 1e3 * (kernels + sums_seconds(candidate.direction))

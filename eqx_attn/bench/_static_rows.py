@@ -1,15 +1,17 @@
 """What `--static` measures, and its results as rows of a table and of `benchmarks/tpu_static.json`."""
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from .. import _codegen
 from .._codegen import KernelSpec
 from ._static import Kernel, Measured
-from ._static_estimate import call_cycles, visits_of
+from ._static_estimate import call_cycles, Mask, visits_of
 from ._static_peers import installed_peers, peer_program, peer_tile
 from ._static_pool import Job
 from ._static_spec import (
@@ -27,19 +29,21 @@ from ._tpu import GENERATIONS
 
 OURS = "eqx_attn"
 HEAD_DIMS = (64, 128, 256)
-MASKS = ("full", "causal")
+PLAIN_MASKS = {"full": Mask(), "causal": Mask(upper=0)}
+DOCUMENT = 2048
+"""The tokens of each document of a packed row, for kernels with segments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One direction of one implementation for one generation. `plain` says that the mask is all that hides scores."""
+    """One direction of one implementation for one generation; `visible` is what it is supposed to see."""
 
     implementation: str
     label: str
     generation: str
     head_dims: tuple[int, int]
     mask: str
-    plain: bool
+    visible: Mask
     direction: Direction
     seq: int
     job: Job
@@ -61,7 +65,7 @@ def spec_entry(
         generation=generation,
         head_dims=(spec.qk_dim, spec.v_dim),
         mask=str(spec.mask),
-        plain=not spec.options,
+        visible=mask_of(spec, seq),
         direction=direction,
         seq=seq,
         job=Job(spec_program, (spec.name, direction, generation, seq, overrides), generation),
@@ -73,7 +77,7 @@ def matrix_entries(generations: list[str], seq: int) -> list[Entry]:
     entries = []
     for generation in generations:
         for head_dim in HEAD_DIMS:
-            for mask in MASKS:
+            for mask in PLAIN_MASKS:
                 for direction in DIRECTIONS:
                     spec = KernelSpec.from_name(f"pallas_tpu/bshd_{mask}_qk{head_dim}_v{head_dim}")
                     entries.append(spec_entry(spec, generation, direction, seq))
@@ -87,7 +91,7 @@ def _peer_entry(peer: str, generation: str, head_dim: int, mask: str, direction:
     arguments = (peer, direction, head_dim, mask, seq, HEADS, tile)
     job = Job(peer_program, arguments, generation)
     label = f"{peer} {mask} {head_dim}"
-    return Entry(peer, label, generation, (head_dim, head_dim), mask, True, direction, seq, job)
+    return Entry(peer, label, generation, (head_dim, head_dim), mask, PLAIN_MASKS[mask], direction, seq, job)
 
 
 def row_of(entry: Entry, measured: Measured, commit: str) -> dict[str, Any]:
@@ -95,7 +99,6 @@ def row_of(entry: Entry, measured: Measured, commit: str) -> dict[str, Any]:
     kernels = _multiplying(measured)
     share = share_of(measured, entry.generation, entry.flops)
     masked = [max(step.full_cycles for step in kernel.steps.masked) for kernel in kernels if kernel.steps.masked]
-    call = call_share(entry, measured)
     return {
         "generation": entry.generation,
         "head_dim": entry.head_dims[0],
@@ -105,7 +108,7 @@ def row_of(entry: Entry, measured: Measured, commit: str) -> dict[str, Any]:
         "useful_mxu": round(100 * share.useful, 1),
         "cycles": round(share.cycles),
         "masked_cycles": sum(masked) or None,
-        "whole_call_mxu": None if call is None else round(100 * call, 1),
+        "whole_call_mxu": round(100 * call_share(entry, measured), 1),
         "vmem": max(kernel.vmem for kernel in kernels),
         "spec": entry.label,
         "blocks": [f"{kernel.block.queries} x {kernel.block.keys}" for kernel in kernels],
@@ -115,18 +118,22 @@ def row_of(entry: Entry, measured: Measured, commit: str) -> dict[str, Any]:
     }
 
 
-def call_share(entry: Entry, measured: Measured) -> float | None:
-    """The useful share of the peak over a whole call at the measured length, by `call_cycles`; None if that is unknown."""
-    if not entry.plain or entry.mask not in MASKS:
-        return None
-    causal, backward = entry.mask == "causal", entry.direction == "bwd"
-    cycles = 0.0
+def mask_of(spec: Any, seq: int) -> Mask:
+    """What the queries of one of our kernels see: windows as wide as `codegen --verify` takes, documents of equal length."""
+    window = importlib.import_module(f"{_codegen._package}.compilers").WINDOW
+    lower, upper = {"full": (None, None), "causal": (None, 0), "window": (-window, 0)}[str(spec.mask)]
+    return Mask(lower, upper, (DOCUMENT,) * -(-seq // DOCUMENT) if spec.segments else ())
+
+
+def call_share(entry: Entry, measured: Measured) -> float:
+    """The useful share of the peak over a whole call at the measured length, by `call_cycles`."""
+    backward, cycles = entry.direction == "bwd", 0.0
     for kernel in _multiplying(measured):
         block = kernel.block
-        visits = visits_of(entry.seq, entry.seq, block.queries, block.keys, causal, backward)
+        visits = visits_of(entry.visible, entry.seq, entry.seq, block.queries, block.keys, backward)
         cycles += call_cycles(kernel, visits, HEADS) * (kernel.cores or 1)
-    visible = entry.seq * (entry.seq + 1) // 2 if causal else entry.seq**2
-    return entry.flops * visible * HEADS / (cycles * GENERATIONS[entry.generation].flops_per_cycle)
+    flops = entry.flops * entry.visible.visible(entry.seq, entry.seq) * HEADS
+    return flops / (cycles * GENERATIONS[entry.generation].flops_per_cycle)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], versions: dict[str, str]) -> None:
@@ -209,5 +216,5 @@ def _cycles(step) -> str:
     return f"{step.cycles} + n {step.trip_cycles}" if step.trip_cycles else str(step.cycles)
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f}%"
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
