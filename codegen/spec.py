@@ -17,6 +17,7 @@ class Target(enum.StrEnum):
 
     PALLAS_TPU = "pallas_tpu"
     TRITON = "triton"
+    GLUON_HOPPER = "gluon_hopper"
 
 
 class Layout(enum.StrEnum):
@@ -140,11 +141,27 @@ class KernelSpec:
                 )
         if self.layout.packed and self.qk_dim != self.v_dim:
             reasons.append(f"qk_dim is {self.qk_dim} and v_dim {self.v_dim}; a packed array has one head dim")
+        if self.target is Target.GLUON_HOPPER:
+            reasons += self._refusals_of_gluon()
         if self.target is Target.PALLAS_TPU and (self.scoremod or self.maskmod):
             reasons.append(
                 "score_mod and Mask.from_function: functions are not printed into the kernels of pallas_tpu yet; leave "
                 "implementation out, or give a bias or a boolean mask"
             )
+        return reasons
+
+    def _refusals_of_gluon(self) -> list[str]:
+        reasons = []
+        if self.qk_dim != self.v_dim or self.qk_dim not in (64, 128):
+            reasons.append(
+                f"head dims are {self.qk_dim} and {self.v_dim}; the kernels of gluon_hopper have 64 or 128 for both: "
+                "implementation='triton' has others"
+            )
+        if self.layout.packed:
+            reasons.append("query, key and value lie in one array; gluon_hopper reads separate ones, 'triton' this too")
+        options = [*self.options, *(name for name in ("scoremod", "maskmod") if getattr(self, name))]
+        if options:
+            reasons.append(f"gluon_hopper has no kernels with {', '.join(options)} yet; 'triton' has")
         return reasons
 
     @property

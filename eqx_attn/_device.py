@@ -1,6 +1,13 @@
 """What a generated kernel imports from eqx_attn, and nothing else."""
 
 from ._dropout import column_hash as column_hash, row_hash as row_hash, threshold as threshold
+from ._gluon import (
+    head_group as head_group,
+    multiprocessors as multiprocessors,
+    strides_of as strides_of,
+    tma_blocks as tma_blocks,
+    tma_vector as tma_vector,
+)
 from ._map_blocks import has_bit as has_bit, map_blocks as map_blocks
 from ._map_words import words_of_map as words_of_map
 from ._mod_evaluate import captured_totals as captured_totals
