@@ -76,6 +76,7 @@ def count_changes(before: str, after: str) -> tuple[int, int]:
 
 _TARGETS = {
     Target.PALLAS_TPU: "Pallas kernels for the Mosaic TPU compiler (libtpu)",
+    Target.GLUON_HOPPER: "Triton's Gluon dialect for sm_90a: TMA, asynchronous products, warps with a role each",
     Target.TRITON: "plain @triton.jit kernels with pointers and strides, for sm_80 and up",
 }
 _LAYOUTS = {

@@ -36,6 +36,7 @@ class Family:
 
 
 _SEGMENTS = ("segments",)
+_HOPPER = (Target.GLUON_HOPPER,)
 _BSHD, _QKV, _KV = (Layout.BSHD,), (Layout.QKV,), (Layout.KV,)
 
 FAMILIES = (
@@ -67,6 +68,9 @@ FAMILIES = (
     Family("fused projections of encoders (ViT)", MaskKind.FULL, (64,), layouts=_QKV),
     Family("fused projections of decoders (GPT-NeoX, Phi)", MaskKind.CAUSAL, (128,), layouts=_QKV),
     Family("cross attention to packed keys and values", MaskKind.FULL, (64,), layouts=_KV),
+    Family("dense decoders on H100 and H200", MaskKind.CAUSAL, (64, 128), targets=_HOPPER),
+    Family("local layers on H100 and H200", MaskKind.WINDOW, (64, 128), targets=_HOPPER),
+    Family("vision and diffusion on H100 and H200", MaskKind.FULL, (64, 128), targets=_HOPPER),
 )
 
 

@@ -64,7 +64,7 @@ PLATFORMS = {
         wide=True,
     ),
     "cuda": Platform(
-        targets=(Target.TRITON,),
+        targets=(Target.TRITON, Target.GLUON_HOPPER),
         devices=("sm_80", "sm_90a", "sm_100"),
         packages=("triton", "jax", "jax_cuda13_plugin"),
         extra="cuda",
@@ -112,7 +112,12 @@ def unrecorded(specs: list[KernelSpec], platform: str) -> list[KernelSpec]:
 def unrecorded_devices(spec: KernelSpec, platform: Platform, entries: dict[str, dict]) -> list[str]:
     """The platform's devices for which `entries` of COMPILED.json do not have the present text of `spec`."""
     recorded = COMPILED.lookup(entries, spec.name, body_digest(render(spec)))
-    return [device for device in platform.devices if device not in recorded]
+    return [device for device in devices_of(spec, platform) if device not in recorded]
+
+
+def devices_of(spec: KernelSpec, platform: Platform) -> tuple[str, ...]:
+    """The platform's devices that a kernel is for: one for Hopper is for no other."""
+    return ("sm_90a",) if spec.target is Target.GLUON_HOPPER else platform.devices
 
 
 def verify_specs(specs: list[KernelSpec], platform: str, devices: tuple[str, ...], record: bool) -> int:
@@ -177,7 +182,7 @@ def _compile_all(
     specs: list[KernelSpec], devices: tuple[str, ...], platform: Platform
 ) -> dict[tuple[KernelSpec, str], Compiled]:
     os.environ.update(platform.environment)  # Workers inherit it before they import JAX.
-    jobs = [(spec, device) for spec in specs for device in devices]
+    jobs = [(spec, device) for spec in specs for device in devices if device in devices_of(spec, platform)]
     workers = min(len(jobs), os.cpu_count() or 1, 8)
     columns = (
         TextColumn("{task.description}"),
@@ -230,12 +235,14 @@ def _table(results: dict[tuple[KernelSpec, str], Compiled], devices: tuple[str, 
         table.add_column(title, justify="left" if title in ("spec", "kernel", "device") else "right", no_wrap=True)
     for spec, kernel in _kernels(results):
         cells = {
-            device: [_cell(results[spec, device], kernel, figure) for figure in platform.figures] for device in devices
+            device: [_cell(results[spec, device], kernel, figure) for figure in platform.figures]
+            for device in devices
+            if (spec, device) in results
         }
         if platform.wide:
             table.add_row(spec.name, kernel, *(" ".join(dict.fromkeys(cells[device])) for device in devices))
         else:
-            for device in devices:
+            for device in cells:
                 table.add_row(spec.name, kernel, device, *cells[device])
     return table
 

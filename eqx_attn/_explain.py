@@ -298,6 +298,7 @@ def _count(states: np.ndarray | None, request: Request, tile: Tile) -> Blocks:
 _ALSO = {
     "pallas_tpu": "also serves the call",
     "triton": "also serves the call",
+    "gluon_hopper": "also serves the call: on H100 and H200, faster where it does, and asked for by name until it is the default",
     "xla": "also serves the call: blockwise JAX for any device, slower than a kernel",
     "reference": "also serves the call: the oracle of the tests, in memory that grows with q_seq * kv_seq",
 }
@@ -305,7 +306,9 @@ _ALSO = {
 
 def _copies(route: Route, request: Request) -> str:
     """What lies between the caller's arrays and what the kernels read."""
-    if route.implementation == "triton" or (route.implementation == "pallas_tpu" and request.layout == "bhsd"):
+    if route.implementation in ("triton", "gluon_hopper") or (
+        route.implementation == "pallas_tpu" and request.layout == "bhsd"
+    ):
         return "none"
     if route.implementation != "pallas_tpu":
         return (
@@ -366,4 +369,8 @@ def _device_words() -> str:
 
 def _tile_words(tile: Tile, implementation: str | None) -> str:
     words = f"{tile.block_q} x {tile.block_kv}"
-    return f"{words}, {tile.num_warps} warps, {tile.num_stages} stages" if implementation == "triton" else words
+    return (
+        f"{words}, {tile.num_warps} warps, {tile.num_stages} stages"
+        if implementation in ("triton", "gluon_hopper")
+        else words
+    )

@@ -8,14 +8,19 @@ import jax
 from ._call import Call, Request, Route
 from ._codegen import KernelSpec, Target
 from ._context import current_context, platform_of
-from ._tuning import default_tiles, XLA_TILE
+from ._tuning import compiled_capability, default_tiles, XLA_TILE
 
 IMPLEMENTATIONS = ("pallas_tpu", "triton", "gluon_hopper", "xla", "reference")
 
-_PLATFORMS = {"triton": "cuda", "pallas_tpu": "tpu"}
+_PLATFORMS = {"triton": "cuda", "gluon_hopper": "cuda", "pallas_tpu": "tpu"}
+_DEFAULTS = {"cuda": "triton", "tpu": "pallas_tpu"}
 _DEVICES = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
 _TARGET_EXAMPLES = {"cuda": "sm_90a", "tpu": "v6e"}
-_KERNEL_DTYPES = {"triton": ("float16", "bfloat16", "float32"), "pallas_tpu": ("bfloat16", "float32")}
+_KERNEL_DTYPES = {
+    "triton": ("float16", "bfloat16", "float32"),
+    "gluon_hopper": ("float16", "bfloat16"),
+    "pallas_tpu": ("bfloat16", "float32"),
+}
 
 
 def resolve(request: Request, implementation: str | None, warn: bool = True) -> Call:
@@ -53,8 +58,6 @@ def kernel_route(implementation: str, request: Request) -> Route:
 
 def reasons_against(implementation: str, request: Request) -> list[str]:
     """Why `implementation` cannot compute the request on any device; empty where it can."""
-    if implementation == "gluon_hopper":
-        return ["gluon_hopper: its kernels do not exist yet; on an H100 or H200 use implementation='triton'"]
     if implementation in ("xla", "reference"):
         return []
     reasons = []
@@ -69,12 +72,14 @@ def reasons_against(implementation: str, request: Request) -> list[str]:
 
 def absence(implementation: str, request: Request) -> list[str]:
     """Why `implementation` cannot run or be lowered here: the device, an interpreter or a package is missing."""
-    if implementation in ("xla", "reference", "gluon_hopper"):
+    if implementation in ("xla", "reference"):
         return []
     context = current_context()
-    if implementation == "triton" and importlib.util.find_spec("triton") is None:
+    if _PLATFORMS[implementation] == "cuda" and importlib.util.find_spec("triton") is None:
         return ["Triton is not installed: pip install 'eqx_attn[cuda]'"]
     if context.interpreting:
+        if implementation == "gluon_hopper":
+            return ["Gluon, its language, has no interpreter: implementation='triton' has one"]
         if implementation == "triton" and request.dtype == "bfloat16":
             return [
                 "Triton's interpreter computes bfloat16 products wrongly: use float16 or float32 inside interpret()"
@@ -82,7 +87,7 @@ def absence(implementation: str, request: Request) -> list[str]:
         return []
     platform = _PLATFORMS[implementation]
     if platform in current_platforms():
-        return []
+        return _other_gpu() if implementation == "gluon_hopper" else []
     where = (
         f"target({context.targets[0]!r})"
         if context.targets
@@ -92,6 +97,14 @@ def absence(implementation: str, request: Request) -> list[str]:
         f"it needs {_DEVICES[platform]}, and {where} is none: use `with eqx_attn.interpret():` to run it on the CPU, or "
         f'`with eqx_attn.target("{_TARGET_EXAMPLES[platform]}"):` to lower for a device that is not here'
     ]
+
+
+def _other_gpu() -> list[str]:
+    """Why the GPU that is compiled for has no kernels for Hopper; empty where it is one."""
+    found = compiled_capability()
+    if found == 90:
+        return []
+    return [f"it needs an NVIDIA GPU of capability 9.0 (H100, H200), and this one has {found / 10}: use 'triton'"]
 
 
 def current_platforms() -> tuple[str, ...]:
@@ -108,7 +121,7 @@ def current_platforms() -> tuple[str, ...]:
 def _default_routes(request: Request, warn: bool) -> tuple[tuple[str, Route], ...]:
     """The kernels that serve the request, by platform. Says once why the present platform has none."""
     routes = []
-    for implementation, platform in _PLATFORMS.items():
+    for platform, implementation in _DEFAULTS.items():
         reasons = reasons_against(implementation, request)
         if implementation == "triton" and importlib.util.find_spec("triton") is None:
             reasons.append("Triton is not installed: pip install 'eqx_attn[cuda]'")

@@ -15,6 +15,8 @@ def default_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> Tile
     """The tiles that `spec` runs with unless a tuned table says otherwise."""
     if spec.target == Target.TRITON:
         return _triton_tiles(spec, dtype)
+    if spec.target == Target.GLUON_HOPPER:
+        return _GLUON_TILES[spec.qk_dim]
     return pallas_tpu_tiles(spec, dtype, q_seq, kv_seq)
 
 
@@ -27,7 +29,7 @@ def _triton_tiles(spec: KernelSpec, dtype: str) -> Tiles:
     dim = max(64, 1 << (max(spec.qk_dim, spec.v_dim) - 1).bit_length())
     if dtype == "float32":
         return _FLOAT32_TILES[dim]
-    capability = _capability()
+    capability = compiled_capability()
     if any((spec.softcap, spec.bias, spec.dropout, spec.dense, spec.blocks, spec.scoremod, spec.maskmod)):
         return _option_tiles(spec, dim, hopper=capability == 90)
     if capability == 90:
@@ -71,7 +73,7 @@ def _option_tiles(spec: KernelSpec, dim: int, hopper: bool) -> Tiles:
     return Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(16 if spec.softcap else 32, 64, 4, 3))
 
 
-def _capability() -> int:
+def compiled_capability() -> int:
     """The capability that is compiled for; 80 where there is none, under the interpreter."""
     if current_targets():
         return CUDA_TARGETS.get(current_target("cuda") or "", 80)
@@ -79,6 +81,11 @@ def _capability() -> int:
     return int(device.compute_capability.replace(".", "")) if device.platform == "gpu" else 80
 
 
+_GLUON_TILES = {
+    64: Tiles(Tile(192, 128, 16, 3), Tile(128, 128, 12, 3), Tile(64, 128, 12, 4)),
+    128: Tiles(Tile(128, 128, 12, 2), Tile(128, 64, 12, 3), Tile(64, 128, 12, 3)),
+}
+"""The trials' best on an H200. The warps include the one that loads."""
 _AMPERE_TILES = {
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     128: Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(16, 64, 4, 2)),

@@ -1,5 +1,6 @@
 """The function: every implementation that runs anywhere against the float64 oracle, and what it refuses."""
 
+import contextlib
 import importlib.util
 
 import equinox as eqx
@@ -358,9 +359,27 @@ def test_triton_is_not_installed(monkeypatch):
         jax.eval_shape(call)  # said once
 
 
-def test_gluon_hopper_is_not_there_yet():
-    with pytest.raises(ValueError, match="gluon_hopper: its kernels do not exist yet; .*implementation='triton'"):
-        call(implementation="gluon_hopper")
+@pytest.mark.parametrize(
+    "device, options, message",
+    [
+        (None, {}, "it needs an NVIDIA GPU, and this process's default backend (cpu) is none"),
+        ("sm_80", {}, "it needs an NVIDIA GPU of capability 9.0 (H100, H200), and this one has 8.0: use 'triton'"),
+        ("sm_90a", dict(softcap=2.0), "gluon_hopper has no kernels with softcap yet; 'triton' has"),
+        ("sm_90a", dict(dim=32), "head dims are 32 and 32; the kernels of gluon_hopper have 64 or 128 for both"),
+    ],
+)
+def test_what_gluon_hopper_does_not_serve(device, options, message):
+    dim = options.pop("dim", 64) if (options := dict(options)) else 64
+    arrays = [jnp.zeros((1, 16, 2, dim), jnp.bfloat16)] * 3
+    with eqx_attn.target(device) if device else contextlib.nullcontext(), pytest.raises(ValueError) as raised:
+        attention(*arrays, implementation="gluon_hopper", **options)
+    assert message in str(raised.value)
+
+
+def test_gluon_has_no_interpreter():
+    arrays = [jnp.zeros((1, 16, 2, 64), jnp.bfloat16)] * 3
+    with eqx_attn.interpret(), pytest.raises(ValueError, match="Gluon, its language, has no interpreter"):
+        attention(*arrays, implementation="gluon_hopper")
 
 
 def test_every_reason_is_listed():

@@ -45,16 +45,24 @@ def test_the_matrix_is_small_and_every_kernel_is_there_for_a_family():
     assert all(any(spec in family.specs() for family in FAMILIES) for spec in needed_by)
 
 
+PORTABLE = (Target.PALLAS_TPU, Target.TRITON)
+
+
+def names_of(target: Target) -> set[str]:
+    return {spec.name.partition("/")[2] for spec in checked_in() if spec.target is target}
+
+
 def test_the_matrix_covers_both_targets_alike():
-    by_target = [{spec.name.partition("/")[2] for spec in checked_in() if spec.target is target} for target in Target]
-    assert by_target[0] == by_target[1] != set()
+    tpu, gpu = map(names_of, PORTABLE)
+    assert tpu == gpu != set()
+    assert set() != names_of(Target.GLUON_HOPPER) < gpu
 
 
 @pytest.mark.parametrize("mask", MaskKind)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("segments", [False, True])
 def test_every_mask_and_dim_is_checked_in(mask, dim, segments):
-    for target in Target:
+    for target in PORTABLE:
         assert KernelSpec(target, Layout.BSHD, mask, dim, dim, segments) in checked_in()
 
 
@@ -86,7 +94,9 @@ def test_a_kernel_file_keeps_the_contract(spec):
     arrays = {"qkv": ["qkv"], "kv": ["q", "kv"]}.get(spec.layout, ["q", "k", "v"])
     assert arguments(tree, "forward") == [*arrays, "operands", "tiles"]
     assert arguments(tree, "backward") == [*arrays, "out", "lse", "dout", "dlse", "operands", "tiles"]
-    language = {Target.PALLAS_TPU: "jax.experimental.pallas", Target.TRITON: "triton"}[spec.target]
+    language = {Target.PALLAS_TPU: "jax.experimental.pallas", Target.TRITON: "triton", Target.GLUON_HOPPER: "triton"}[
+        spec.target
+    ]
     allowed = ("jax", language, "eqx_attn._device", "functools", "math")
     modules = set(imported(tree))
     assert language in {module[: len(language)] for module in modules}
@@ -119,7 +129,8 @@ def imported(tree: ast.Module):
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_kernel_file_reads_as_if_written_by_hand(spec):
     text = render(spec)
-    assert text.count("\n") <= (700 if spec.bias else 600)  # its gradient is one more kernel
+    most = 1100 if spec.target is Target.GLUON_HOPPER else 600  # in which each warp's role is written out
+    assert text.count("\n") <= (most + 100 if spec.bias else most)  # its gradient is one more kernel
     assert not re.search(r"\n\n\n\n|[ \t]\n|\{[{%#]|[%#}]\}", text)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.If, ast.IfExp, ast.While)):

@@ -9,7 +9,7 @@ from codegen.files import generated_folder
 from codegen.matrix import checked_in
 from codegen.records import COMPILED
 from codegen.spec import KernelSpec
-from codegen.verify import compile_spec, Platform, PLATFORMS, unrecorded_devices
+from codegen.verify import compile_spec, devices_of, Platform, PLATFORMS, unrecorded_devices
 
 MOST = 2
 
@@ -25,7 +25,8 @@ def chosen(platform: Platform, day: int) -> list[tuple[KernelSpec, str]]:
     today = [spec for number, spec in enumerate(specs) if (number + day) % 20 == 0]
     turned = specs[day % len(specs) :] + specs[: day % len(specs)]
     missing = {spec: unrecorded_devices(spec, platform, entries) for spec in turned if spec not in today}
-    jobs = [(spec, platform.devices[(specs.index(spec) + day) % len(platform.devices)]) for spec in today]
+    devices = {spec: devices_of(spec, platform) for spec in today}
+    jobs = [(spec, devices[spec][(specs.index(spec) + day) % len(devices[spec])]) for spec in today]
     others = [(spec, devices[day % len(devices)]) for spec, devices in missing.items() if devices]
     return jobs + others[:MOST]
 
