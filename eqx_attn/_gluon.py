@@ -1,11 +1,10 @@
 """What kernels for Hopper are passed: arrays as blocks for the tensor memory accelerator, and how their programs are laid out."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._context import current_target
-from ._triton_arguments import TensorDescriptor, triton_dtype
+from ._triton_arguments import TensorDescriptor
 
 _H200_MULTIPROCESSORS = 132
 _KEPT_IN_CACHE = 32 * 2**20
@@ -20,11 +19,10 @@ def tma_blocks(array: Array | jax.ShapeDtypeStruct, layout: str, rows: int) -> T
     from triton.experimental.gluon import language as gl
 
     (batch, heads, seq, dim), strides = _by_head(array.shape, layout)
-    block = [1, 1, rows, dim]
     return TensorDescriptor(
         array,
-        block_shape=tuple(block),
-        layout=gl.NVMMASharedLayout.get_default_for(block, _gluon_dtype(array.dtype)),
+        block_shape=(1, 1, rows, dim),
+        layout=gl.NVMMASharedLayout(128, 8 * array.dtype.itemsize, 4),
         shape=(batch, heads, seq, dim),
         strides=(*strides, 1),
     )
@@ -51,12 +49,6 @@ def strides_of(array: Array | jax.ShapeDtypeStruct, layout: str) -> tuple[int, i
     """How far apart in an array are examples, heads and rows."""
     batch_stride, head_stride, row_stride = _by_head(array.shape, layout)[1]
     return batch_stride, head_stride, row_stride
-
-
-def _gluon_dtype(dtype: jnp.dtype):
-    from triton.language import dtype as triton_type
-
-    return triton_type(triton_dtype("array", dtype))
 
 
 def head_group(kv_seq: int, dims: int, group: int, all_heads: int) -> int:

@@ -1,6 +1,6 @@
 # Generated from templates/gluon_hopper/attention.py.jinja by python -m codegen; do not edit.
 # spec: gluon_hopper/bhsd_full_qk64_v64
-# digest: 444b84dd7baf245c
+# digest: 26570fc97848f4ad
 """Full attention, arrays [batch, heads, seq, dim], head dim 64.
 
 Gluon for NVIDIA GPUs of capability 9.0. One warp has the tensor memory accelerator bring blocks of keys and values into shared
@@ -267,7 +267,7 @@ def by_row(row, tensor):
 
 
 @gluon.jit
-def hide(scores, problem, row_start, kv_start):
+def hide(scores, problem, kv_start):
     """-inf in the place of the scores whose key is not visible."""
     columns = gl.expand_dims(kv_start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)), 0)
     return gl.where(columns < problem.kv_seq, scores, float("-inf"))
@@ -275,7 +275,6 @@ def hide(scores, problem, row_start, kv_start):
 
 @gluon.jit
 def step(
-    problem,
     buffers,
     q,
     acc,
@@ -283,13 +282,10 @@ def step(
     row_max,
     row_sum,
     correction,
-    row_start,
-    kv_start,
     count,
     scale,
     turn,
     consumer: gl.constexpr,
-    masked,
 ):
     """The products of a block's keys, and those of the values of the block before, whose weights are there."""
     scores_layout: gl.constexpr = row_max.type.layout.parent
@@ -303,8 +299,6 @@ def step(
     buffers.pass_turn(consumer)
     scores = warpgroup_mma_wait(1, deps=[scores])  # [ROWS, block_kv]
     buffers.release_keys(count)
-    if masked:
-        scores = hide(scores, problem, row_start, kv_start)
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
     correction = gl.exp2(row_max - new_max)
     fresh = gl.exp2(scores * scale - gl.expand_dims(new_max, 1))
@@ -346,7 +340,7 @@ def attend(
         scores = warpgroup_mma_wait(0, deps=[scores])  # [ROWS, block_kv]
         buffers.release_keys(count)
         if last * block_kv > problem.kv_seq:
-            scores = hide(scores, problem, row_start, (last - 1) * block_kv)
+            scores = hide(scores, problem, (last - 1) * block_kv)
         row_max = gl.max(scores, 1) * scale
         weights = gl.exp2(scores * scale - gl.expand_dims(row_max, 1))
         row_sum = columns_sum(weights)
@@ -355,7 +349,6 @@ def attend(
         correction = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, scores_layout))
         for block in tl.range(1, last, disable_licm=True):
             acc, weights, row_max, row_sum, correction = step(
-                problem,
                 buffers,
                 q,
                 acc,
@@ -363,13 +356,10 @@ def attend(
                 row_max,
                 row_sum,
                 correction,
-                row_start,
-                (last - 1 - block) * block_kv,
                 count + block,
                 scale,
                 turn + block - 1,
                 consumer,
-                False,
             )
         blocks = last
         mbarrier.arrive(buffers.q_empty.index(consumer))
