@@ -25,6 +25,7 @@ over that of our dense causal kernel, which takes turns in the same traces.
   python -m eqx_attn.bench --verify 'triton/*causal*' --record
   python -m eqx_attn.bench --train-step --output step.json
   python -m eqx_attn.bench --predict --tokens 1048576 --link-bandwidth 370,50 --plot efficiency.png
+  python -m eqx_attn.bench --tune --spec 'triton/bshd_causal*' --direction fwd --write-table
   python -m eqx_attn.bench --static v6e --spec bhsd_full_qk128_v128 --tile forward=2048x2048
 
 Exit status: 0 if all went well, 1 if a kernel disagrees with the oracle or a measurement failed, 2 if the program could
@@ -55,6 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
             from ._static_command import run
 
             return run(options)
+        if options.tune:
+            from ._tune_command import run as run_tune
+
+            return run_tune(options)
         return _train_step(options) if options.train_step else _time(options)
     except (ValueError, OSError) as error:
         if options.verbose:
@@ -280,11 +285,16 @@ def _add_static(parser: argparse.ArgumentParser) -> None:
         metavar="KERNEL=QxKV[,FIELD=N]",
         help="with --spec: another tile for a kernel, such as forward=2048x1024 (repeatable)",
     )
-    group.add_argument("--tune", action="store_true", help="find the best tiles of our kernels, or of those of --spec")
+    group.add_argument(
+        "--tune",
+        action="store_true",
+        help="find the best tiles of our kernels, or of those of --spec; without --static, of this machine's GPU by timing",
+    )
     group.add_argument(
         "--write-table",
         action="store_true",
-        help="with --tune: put them into eqx_attn/tiles/TPU.json, which kernels follow",
+        help="with --tune: put them into eqx_attn/tiles/DEVICE.json, which kernels follow (of a GPU they are in the user's "
+        "cache in any case)",
     )
     group.add_argument("--workload", choices=("ring",), help="the time of a published ring attention instead")
     group.add_argument("--direction", choices=("fwd", "bwd"), help="with --spec: only forward or backward")
