@@ -5,6 +5,7 @@ import jax
 from ._codegen import KernelSpec, Layout, MaskKind, Target
 from ._context import CUDA_TARGETS, current_target, current_targets
 from ._operands import Tile, Tiles
+from ._tile_tables import with_tuned
 from ._tuning_tpu import pallas_tpu_tiles
 
 XLA_TILE = Tile(block_q=512, block_kv=512)
@@ -21,6 +22,10 @@ def default_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> Tile
 
 
 def _triton_tiles(spec: KernelSpec, dtype: str) -> Tiles:
+    return with_tuned(spec, dtype, _built_in_triton_tiles(spec, dtype))
+
+
+def _built_in_triton_tiles(spec: KernelSpec, dtype: str) -> Tiles:
     """The fastest of a sweep on an H200 among those that spill no register, by architecture and head dim.
 
     A tile holds the larger head dim rounded up to a power of two. Architectures other than Hopper were not timed: their

@@ -21,9 +21,11 @@ over that of our dense causal kernel, which takes turns in the same traces.
   python -m eqx_attn.bench --cases hd128_causal_4k,window_16k --output results.json --plot results.png
   python -m eqx_attn.bench --cases features --peers cudnn --plot features.png
   python -m eqx_attn.bench --cases context --output context.json
+  python -m eqx_attn.bench --cases hopper --peers cudnn,fa4,fa3,tokamax --only hd128-causal-4k,gqa-causal-8k
   python -m eqx_attn.bench --verify 'triton/*causal*' --record
   python -m eqx_attn.bench --train-step --output step.json
   python -m eqx_attn.bench --predict --tokens 1048576 --link-bandwidth 370,50 --plot efficiency.png
+  python -m eqx_attn.bench --tune --spec 'triton/bshd_causal*' --direction fwd --write-table
   python -m eqx_attn.bench --static v6e --spec bhsd_full_qk128_v128 --tile forward=2048x2048
 
 Exit status: 0 if all went well, 1 if a kernel disagrees with the oracle or a measurement failed, 2 if the program could
@@ -54,6 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
             from ._static_command import run
 
             return run(options)
+        if options.tune:
+            from ._tune_command import run as run_tune
+
+            return run_tune(options)
         return _train_step(options) if options.train_step else _time(options)
     except (ValueError, OSError) as error:
         if options.verbose:
@@ -67,8 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _list() -> int:
     from ._cases import GROUPS
+    from ._hopper_cases import HOPPER_GROUPS
 
-    for group, cases in GROUPS.items():
+    for group, cases in (GROUPS | HOPPER_GROUPS).items():
         print(f"{group}:")
         for name, case in cases.items():
             print(f"  {name:16} {case}")
@@ -84,6 +91,7 @@ def _time(options: argparse.Namespace) -> int:
 
     from . import _context, _run
     from ._cases import FEATURES, select, SMOKE
+    from ._hopper_cases import HOPPER_GROUPS
     from ._implementations import OURS, PEERS
 
     if options.cases in _context.CASES:
@@ -93,6 +101,12 @@ def _time(options: argparse.Namespace) -> int:
         _run.save(results, options.output or _default_output("context", results["device"]))
         _print(_context.table(results))
         return 0
+    if options.cases in HOPPER_GROUPS:
+        from ._hopper_command import run as run_hopper
+
+        return run_hopper(options)
+    if options.only or options.ours:
+        raise ValueError(f"--only and --ours belong to --cases {' or '.join(HOPPER_GROUPS)}")
     cases = select(options.cases)
     on_gpu = jax.default_backend() == "gpu"
     if not on_gpu and not set(cases) <= set(SMOKE):
@@ -206,7 +220,12 @@ def _parser() -> argparse.ArgumentParser:
     timing.add_argument(
         "--peers",
         metavar="NAME[,NAME]",
-        help="cudnn and xla (default: both, for features cudnn, on a CPU xla; '' for none)",
+        help="cudnn and xla (default: both, for features cudnn, on a CPU xla; '' for none); for hopper cudnn, fa4 (fa4-jax), fa3 "
+        "(flash-attn3-jax) and tokamax (default: all four), and jax_xla",
+    )
+    timing.add_argument("--only", metavar="CASE[,CASE]", help="of --cases hopper only these")
+    timing.add_argument(
+        "--ours", metavar="NAME[,NAME]", help="of --cases hopper: our implementations (default: gluon_hopper,triton)"
     )
     timing.add_argument("--repeats", type=_positive, default=5, metavar="N", help="repeats (default: %(default)s)")
     timing.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
@@ -220,7 +239,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     cores = max(1, (os.cpu_count() or 2) - 2)
     verifying.add_argument(
-        "--jobs", type=_positive, default=cores, metavar="N", help="processes that share a GPU (default: %(default)s)"
+        "--jobs",
+        type=_positive,
+        default=cores,
+        metavar="N",
+        help="processes that share a GPU, and compilers at once of --cases hopper (default: %(default)s)",
     )
     verifying.add_argument(
         "--float32", action="store_true", help="float32 as well, which compiles for minutes on a GPU"
@@ -262,11 +285,16 @@ def _add_static(parser: argparse.ArgumentParser) -> None:
         metavar="KERNEL=QxKV[,FIELD=N]",
         help="with --spec: another tile for a kernel, such as forward=2048x1024 (repeatable)",
     )
-    group.add_argument("--tune", action="store_true", help="find the best tiles of our kernels, or of those of --spec")
+    group.add_argument(
+        "--tune",
+        action="store_true",
+        help="find the best tiles of our kernels, or of those of --spec; without --static, of this machine's GPU by timing",
+    )
     group.add_argument(
         "--write-table",
         action="store_true",
-        help="with --tune: put them into eqx_attn/tiles/TPU.json, which kernels follow",
+        help="with --tune: put them into eqx_attn/tiles/DEVICE.json, which kernels follow (of a GPU they are in the user's "
+        "cache in any case)",
     )
     group.add_argument("--workload", choices=("ring",), help="the time of a published ring attention instead")
     group.add_argument("--direction", choices=("fwd", "bwd"), help="with --spec: only forward or backward")

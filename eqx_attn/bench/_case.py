@@ -30,6 +30,7 @@ class BlockMap:
 class Case:
     """Self-attention of `[batch, seq, q_heads, head_dim]`.
 
+    `kv_seq` is another number of keys, of a mask that is full, and `v_dim` another head dim of the value.
     `window` counts the keys that a query of a causal window sees, itself included. `documents` are the lengths of the
     documents packed in each row. `prefix`, `chunk` and `dilation` are the numbers of `PrefixLM`, `Chunked` and `Dilated`.
     `bias` names the axes of an additive bias, such as "1hqk" for `[1, q_heads, seq, seq]` or "b11k". Bias and `sinks` are
@@ -41,6 +42,8 @@ class Case:
     q_heads: int
     head_dim: int
     kv_heads: int | None = None
+    kv_seq: int | None = None
+    v_dim: int | None = None
     mask: Literal["full", "causal"] = "causal"
     window: int | None = None
     documents: tuple[int, ...] = ()
@@ -68,23 +71,26 @@ class Case:
     def arrays(self) -> tuple[dict[str, Array], tuple[Array, ...]]:
         """Random arrays that are differentiated, by name, and cotangents of the output and, with `lse`, of the lse."""
         keys = jax.random.split(jax.random.key(0), 7)
-        kv_heads = self.kv_heads or self.q_heads
+        kv_heads, kv_seq, v_dim = self.kv_heads or self.q_heads, self.kv_seq or self.seq, self.v_dim or self.head_dim
 
-        def tokens(key, heads):
-            return jax.random.normal(key, (self.batch, self.seq, heads, self.head_dim), self.dtype)
+        def tokens(key, seq, heads, dim):
+            return jax.random.normal(key, (self.batch, seq, heads, dim), self.dtype)
 
         if self.layout == "qkv":
-            arrays = {"qkv": tokens(keys[0], self.q_heads + 2 * kv_heads)}
+            arrays = {"qkv": tokens(keys[0], self.seq, self.q_heads + 2 * kv_heads, self.head_dim)}
         else:
-            heads = {"query": self.q_heads, "key": kv_heads, "value": kv_heads}
-            arrays = {name: tokens(key, heads[name]) for key, name in zip(keys[:3], heads, strict=True)}
+            arrays = {
+                "query": tokens(keys[0], self.seq, self.q_heads, self.head_dim),
+                "key": tokens(keys[1], kv_seq, kv_heads, self.head_dim),
+                "value": tokens(keys[2], kv_seq, kv_heads, v_dim),
+            }
         if self.bias is not None:
-            sizes = {"1": 1, "b": self.batch, "h": self.q_heads, "q": self.seq, "k": self.seq}
+            sizes = {"1": 1, "b": self.batch, "h": self.q_heads, "q": self.seq, "k": kv_seq}
             arrays["bias"] = jax.random.normal(keys[4], tuple(sizes[axis] for axis in self.bias), self.dtype)
         if self.sinks:
             arrays["sinks"] = jax.random.normal(keys[5], (self.q_heads,), jnp.float32)
         dlse = (jax.random.normal(keys[6], (self.batch, self.q_heads, self.seq), jnp.float32),) if self.lse else ()
-        return arrays, (tokens(keys[3], self.q_heads), *dlse)
+        return arrays, (tokens(keys[3], self.seq, self.q_heads, v_dim), *dlse)
 
     def ours(self) -> tuple[Mask, Dropout | None]:
         """The mask as eqx_attn takes it, and the dropout with its key."""
@@ -104,17 +110,16 @@ class Case:
         return mask, Dropout(self.dropout, jax.random.key(11)) if self.dropout else None
 
     def dense(self) -> Array | None:
-        """The mask as a boolean array `[1, 1, seq, seq]`, where `is_causal` alone does not say it."""
+        """The mask as a boolean array `[1, 1, seq, kv_seq]`, where `is_causal` alone does not say it."""
         return None if self._is_plain() else jnp.asarray(self.seen())[None, None]
 
     def _is_plain(self) -> bool:
         return not self.documents and (self.window, self.blocks, self.prefix, self.chunk, self.dilation) == (None,) * 5
 
     def seen(self) -> np.ndarray:
-        """Booleans `[seq, seq]`, True where a query sees a key."""
-        rows = np.arange(self.seq)
-        query, key = rows[:, None], rows[None, :]
-        seen = key <= query if self.mask == "causal" else np.ones((self.seq, self.seq), bool)
+        """Booleans `[seq, kv_seq]`, True where a query sees a key."""
+        query, key = np.arange(self.seq)[:, None], np.arange(self.kv_seq or self.seq)[None, :]
+        seen = key <= query if self.mask == "causal" else np.ones((query.size, key.size), bool)
         if self.prefix is not None:
             seen |= key < self.prefix
         if self.window is not None:
@@ -133,7 +138,7 @@ class Case:
 
     def visible(self) -> int:
         """How many (query, key) pairs a head has in a row."""
-        if (self.blocks, self.prefix, self.chunk, self.dilation) != (None,) * 4:
+        if (self.kv_seq, self.blocks, self.prefix, self.chunk, self.dilation) != (None,) * 5:
             return _counts(self)[0]
         if self.mask == "full":
             return sum(length**2 for length in self.documents or (self.seq,))
@@ -145,9 +150,10 @@ class Case:
         return _counts(self)[1]
 
     def flops(self, direction: str) -> float:
-        """Two products forward, of 2 operations an element; five backward, so 2.5 times as many."""
-        forward = 4.0 * self.batch * self.q_heads * self.head_dim * self.visible()
-        return forward if direction == "forward" else 2.5 * forward
+        """Two products forward, of 2 operations an element; five backward: scores, dq and dk; weights' gradient and dv."""
+        of_key, of_value = self.head_dim, self.v_dim or self.head_dim
+        channels = of_key + of_value if direction == "forward" else 3 * of_key + 2 * of_value
+        return 2.0 * self.batch * self.q_heads * channels * self.visible()
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """What a result was measured with: device, versions, commit."""
 
+import contextlib
 import importlib.metadata
 import os
 import subprocess
@@ -10,6 +11,7 @@ import jax
 from .._codegen import REPOSITORY
 
 _PACKAGES = ("jax", "jaxlib", "triton", "libtpu", "equinox", "numpy")
+_PEERS = ("nvidia-cudnn-cu13", "fa4-jax", "flash-attn3-jax", "tokamax")  # where installed
 
 
 def versions() -> dict[str, str]:
@@ -22,6 +24,9 @@ def versions() -> dict[str, str]:
             module = _imported_version(package)
             if module:
                 found[package] = module
+    for package in _PEERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
     backend = " ".join(str(jax.devices()[0].client.platform_version).split())
     return {**found, "backend": backend[:120]}
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,17 +52,22 @@ def implementations(case: Case, peers: tuple[str, ...]) -> list[Implementation]:
         return [ours(case, note=f"no peer: jax.nn has no {without}" if peers else "")]
     found = [ours(case)]
     for peer in peers:
-        found.append(_jax_nn(peer, case))
+        found.append(jax_nn(peer, case))
         if peer == "cudnn" and case.window is not None:
-            found.append(_jax_nn(peer, case, "cudnn_window"))
+            found.append(jax_nn(peer, case, "cudnn_window"))
     return found
 
 
-def ours(case: Case, implementation: Literal["xla"] | None = None, name: str = OURS, note: str = "") -> Implementation:
+def ours(
+    case: Case,
+    implementation: str | None = None,
+    name: str = OURS,
+    note: str = "",
+    deterministic: bool | None = None,
+) -> Implementation:
     """`eqx_attn.attention`, or `attention_qkvfused`; `rest` are the mask and the dropout."""
-    options = dict(
-        softcap=case.softcap, return_lse=case.lse, return_max_logit=case.max_logit, implementation=implementation
-    )
+    options: dict[str, Any] = dict(softcap=case.softcap, return_lse=case.lse, return_max_logit=case.max_logit)
+    options |= dict(implementation=implementation, deterministic=deterministic)
 
     def function(arrays, rest):
         mask, dropout = rest
@@ -96,7 +101,7 @@ def lacking(case: Case) -> str:
     return ", ".join(name for name, is_needed in needs.items() if is_needed)
 
 
-def _jax_nn(peer: Any, case: Case, name: str | None = None) -> Implementation:
+def jax_nn(peer: Any, case: Case, name: str | None = None) -> Implementation:
     """`jax.nn.dot_product_attention`, causal by its flag unless a dense mask says it already."""
     options: dict[str, Any] = {}
     notes = []
