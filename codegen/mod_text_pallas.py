@@ -6,11 +6,11 @@ column or one number; those that depend on the distance from one to the other ar
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 
-from .printer import singular, free_name, listing, numbered_name, Pallas
+from .mod_reads import casts_of_elements, indices_in_kernel, is_by_distance, loads_in_kernel, refusals
+from .printer import free_name, listing, numbered_name, Pallas, singular
 from .program import BATCH, find, HEAD, KEY, Literal, Operand, Program, QUERY, SCORE
 from .spec import KernelSpec, SpecError
 
@@ -115,16 +115,16 @@ class PallasModText:
     def _read(self, program: Program) -> None:
         """Gives names to what the program reads in the kernel."""
         of = "mask" if program.is_mask else "score"
-        for load in _loads(program):
+        for load in loads_in_kernel(program):
             step = program.step(load)
             assert step is not None and step.capture is not None
-            by_distance, depends = _is_by_distance(program, load), program.depends[load]
+            by_distance, depends = is_by_distance(program, load), program.depends[load]
             side = "" if by_distance else "q_" if QUERY in depends else "kv_" if KEY in depends else ""
             name = step.name or side + singular(program.captures[step.capture].name)
             function = "elements_by_distance" if by_distance else "elements"
             array = f'{function}(operands, "{of}", {load})'
             self._elements[of, load] = Element(self._free(name), array, by_distance)
-        for kind in _used_indices(program):
+        for kind in indices_in_kernel(program):
             if kind not in self._elements:
                 name, array = _INDICES[kind]
                 self._elements[kind] = Element(self._free(name), array)
@@ -133,12 +133,7 @@ class PallasModText:
         """A name of which the kernel has none of the names that belong to it."""
         while True:
             name = free_name(name, self._taken)
-            others = {f"{name}_ref", f"{name}_of"} | {
-                f"d{name}_ref",
-                f"_{name}_gradient",
-                f"_d{name}_kernel",
-                f"_derivative_by_{name}",
-            }
+            others = {f"{name}_ref", f"{name}_of", f"d{name}", f"d{name}_ref", f"_{name}_gradient", f"_d{name}_kernel"}
             if not others & self._taken:
                 self._taken |= others
                 return name
@@ -162,15 +157,16 @@ class PallasModText:
         taken = {"tanh", "jnp", "jax"}
         kinds = {kind: free_name(given, taken) for kind, given in zip(program.kinds, program.arguments, strict=True)}
         kinds[SCORE] = numbered_name("scores", taken)
-        given = {load: numbered_name(self._elements[of, load].name, taken) for load in _loads(program)}
-        known = given | {cast: given[load] for cast, load in _casts(program).items()}  # the kernel reads float32
+        given = {load: numbered_name(self._elements[of, load].name, taken) for load in loads_in_kernel(program)}
+        # The kernel reads float32 whatever the array is, so that a cast to it is the element itself.
+        known = given | {cast: given[load] for cast, load in casts_of_elements(program).items() if load in given}
         printed = listing(program, [output], Pallas, kinds, {}, taken, given=known)
         words = set(re.findall(r"[A-Za-z_]\w*", " ".join([*map(str, printed.lines), printed.outputs[0]])))
         parameters = [(name, self._elements[of, load]) for load, name in given.items() if name in words]
         parameters += [(kinds[kind], self._elements[kind]) for kind in _INDICES if kinds[kind] in words]
         scores = kinds[SCORE]
         result = printed.outputs[0]
-        if key == "value" and not _depends(program, output, SCORE):
+        if key == "value" and not (isinstance(output, int) and SCORE in program.depends[output]):
             result = f"jnp.zeros_like({scores}) + {printed.factor()}"
             words.add(scores)
         first = [(scores, None)] if scores in words else []
@@ -255,76 +251,8 @@ class PallasModText:
         return repr(value.value) if value.value >= 0 else f"({value.value!r})"
 
 
-def refusals(program: Program) -> list[str]:
-    """Why TPU kernels do not have this function; empty where they do."""
-    what = "Mask.from_function's function" if program.is_mask else "score_mod"
-    reasons = []
-    for load in _loads(program):
-        step, depends = program.step(load), program.depends[load]
-        assert step is not None and step.capture is not None
-        array = f"{what} reads {program.captures[step.capture].name!r} at a place that depends on"
-        if SCORE in depends:
-            reasons.append(f"{array} the score, which TPU kernels cannot look up: compute the number from the score")
-        elif {QUERY, KEY} <= depends and not program.is_of_distance(load):
-            reasons.append(
-                f"{array} q_index and kv_index, and not through kv_index - q_index alone: TPU kernels read one number for "
-                "each distance; make an array for all queries and keys before the call, and give it as bias or boolean mask"
-            )
-    steps = [step for value in sorted(_in_kernel(program)) if (step := program.step(value)) and step.op != "load"]
-    narrow = sorted({step.dtype for step in steps} & _NARROW)
-    if narrow:
-        reasons.append(f"{what} computes in {narrow[0]}, which TPU kernels do not: write .astype(jnp.float32)")
-    return reasons
-
-
-_NARROW = {"float16", "float64", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int64"}
-"""The dtypes that TPU kernels do not compute functions in."""
-
-
-def reads_by_distance(program: Program) -> bool:
-    """Whether the function reads an array at places that depend on the distance of query and key."""
-    return any(_is_by_distance(program, load) for load in _loads(program))
-
-
 def pallas_mod_text(spec: KernelSpec, render_without: Callable[[], str]) -> PallasModText:
     """The functions of a spec; `render_without` gives the kernel's text without them."""
     if not spec.scoremod and not spec.maskmod:
         return PallasModText(spec, set())
     return PallasModText(spec, set(re.findall(r"[A-Za-z_]\w*", render_without())))
-
-
-@functools.lru_cache(maxsize=256)
-def _in_kernel(program: Program) -> frozenset[int]:
-    """The values that a kernel computes or reads: not those that only say where an element lies."""
-    ends = [program.value, *([] if program.slope is None else [program.slope])]
-    ends += [x for pair in program.load_slopes for x in pair]
-    return frozenset(program.needed(tuple(ends), program.loads))
-
-
-def _loads(program: Program) -> list[int]:
-    return [load for load in program.loads if load in _in_kernel(program)]
-
-
-def _casts(program: Program) -> dict[int, int]:
-    """The values that are an element of a floating array in float32, and that element."""
-    steps = {len(program.arguments) + number: step for number, step in enumerate(program.steps)}
-    return {
-        value: step.operands[0]
-        for value, step in steps.items()
-        if step.op == "cast"
-        and step.dtype == "float32"
-        and step.operands[0] in program.loads
-        and steps[step.operands[0]].dtype in ("float16", "bfloat16", "float64")
-    }
-
-
-def _used_indices(program: Program) -> list[str]:
-    return [kind for kind in _INDICES if program.kinds.index(kind) in _in_kernel(program)]
-
-
-def _depends(program: Program, value: Operand, kind: str) -> bool:
-    return isinstance(value, int) and kind in program.depends[value]
-
-
-def _is_by_distance(program: Program, load: int) -> bool:
-    return {QUERY, KEY} <= program.depends[load]
