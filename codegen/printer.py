@@ -120,6 +120,11 @@ class Triton:
                 offset = index
         return offset
 
+    @staticmethod
+    def number(text: str, dtype: str) -> str:
+        """A literal where nothing else tells the dtype."""
+        return text
+
     index_binds = _PRODUCT
     functions: Mapping[str, str] = {}  # for operators that mean something else in this language
     infinity, minus_infinity = 'float("inf")', 'float("-inf")'
@@ -147,9 +152,23 @@ class Jax:
         """An element."""
         return f"{array}[{', '.join(indices) or '()'}]"
 
+    @staticmethod
+    def number(text: str, dtype: str) -> str:
+        """A literal where nothing else tells the dtype."""
+        return text if dtype == "bool" else f"jnp.{dtype}({text})"
+
     index_binds = _COMPARE
     functions: Mapping[str, str] = {"trunc_div": "jax.lax.div", "trunc_rem": "jax.lax.rem"}
     infinity, minus_infinity = "jnp.inf", "-jnp.inf"
+
+
+class Pallas(Jax):
+    """Those of Pallas kernels for TPUs, which have a function of their own for what the hardware is inexact at."""
+
+    @staticmethod
+    def call(function: str, arguments: list[str]) -> str:
+        """A function of jax.numpy, or of the kernel's file."""
+        return f"tanh({', '.join(arguments)})" if function == "tanh" else Jax.call(function, arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,14 +217,18 @@ def listing(
     arrays: Mapping[int, str],
     taken: Collection[str] = (),
     loads: Sequence[int] = (),
+    given: Mapping[int, str] | None = None,
 ) -> Listing:
     """Prints what `outputs` need, and where the elements of `loads` lie.
 
     `names` are those of the arguments by kind, `arrays` those of the captures by number, `taken` names that no line may have.
+    `given` are the names of values that need not be computed.
     """
     steps = [program.step(load) for load in loads]
     ends = (*outputs, *(operand for step in steps if step is not None for operand in step.operands))
-    printer = _Printer(program, ends, language, names, arrays, {*taken, *names.values(), *arrays.values()})
+    given = given or {}
+    taken = {*taken, *names.values(), *arrays.values(), *given.values()}
+    printer = _Printer(program, ends, language, names, arrays, taken, given)
     texts = [printer.expression(output) for output in outputs]
     offsets = [printer.offset(step) for step in steps if step is not None]
     return Listing(
@@ -222,14 +245,15 @@ def function_lines(program: Program, language: type[Triton] | type[Jax]) -> list
 
 
 class _Printer:
-    def __init__(self, program, outputs, language, names, arrays, taken):
+    def __init__(self, program, outputs, language, names, arrays, taken, given):
         self.program, self.outputs, self.language = program, outputs, language
         self.arrays, self.taken, self.lines = arrays, {*taken, *HELPERS}, []
         self.done = {number: (names[kind], _ATOM) for number, kind in enumerate(program.kinds)}
-        needed = program.needed(outputs)
+        self.done |= {value: (name, _ATOM) for value, name in given.items()}
+        needed = program.needed(outputs, given)
         self.users: dict[int, list[Operand | None]] = {value: [] for value in needed}
         for value in sorted(needed):
-            step = program.step(value)
+            step = None if value in given else program.step(value)
             for operand in () if step is None else step.operands:
                 if isinstance(operand, int):
                     self.users[operand].append(value)
@@ -313,7 +337,10 @@ class _Printer:
         if step.op in PREFIXES:
             return form.text + self._bound(step.operands[0], _UNARY), _UNARY
         if step.op in CALLS:
-            return self.language.call(form.text, [self.expression(x)[0] for x in step.operands]), _ATOM
+            texts = [self.expression(x)[0] for x in step.operands]
+            if step.op == "select" and all(isinstance(x, Literal) for x in step.operands[1:]):
+                texts[1] = self.language.number(texts[1], step.dtype)
+            return self.language.call(form.text, texts), _ATOM
         left, right = step.operands
         if (function := self.language.functions.get(step.op)) is not None:
             return f"{function}({', '.join(self.expression(x)[0] for x in step.operands)})", _ATOM
@@ -344,8 +371,13 @@ class _Printer:
         if step.op != "load":
             return side + FORMS[step.op].name
         array = self.arrays[step.capture]
-        one = re.sub(r"(?<=[sx])es$|(?<!s)s$", "", array)
+        one = singular(array)
         return side + one if side or one != array else f"{array}_element"
+
+
+def singular(name: str) -> str:
+    """The name of one of several, as far as that is seen from an s."""
+    return re.sub(r"(?<=[sx])es$|(?<!s)s$", "", name)
 
 
 def free_name(name: str, taken: set[str]) -> str:

@@ -7,6 +7,7 @@ registered under it.
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Collection
 
 from .spec import SpecError
 
@@ -103,8 +104,33 @@ class Program:
         """Whether scores of one row add to different elements of a captured array's gradient."""
         return any({SCORE, KEY} & self.depends[load] for load, _ in self.load_slopes)
 
-    def needed(self, outputs: "tuple[Operand, ...]") -> set[int]:
-        """The values that some outputs are computed from, and they themselves."""
+    @functools.cached_property
+    def loads(self) -> tuple[int, ...]:
+        """The values that are elements of captured arrays."""
+        first = len(self.arguments)
+        return tuple(first + number for number, step in enumerate(self.steps) if step.op == "load")
+
+    def is_of_distance(self, value: Operand) -> bool:
+        """Whether a value depends on the indices of query and key through their difference alone."""
+        return self._growth(value) == 0
+
+    def _growth(self, value: Operand) -> int | None:
+        """By how much a value grows where both indices grow by 1; None where that is no constant."""
+        if isinstance(value, Literal):
+            return 0
+        step = self.step(value)
+        if step is None:
+            return int(self.kinds[value] in (QUERY, KEY))
+        growths = [self._growth(x) for x in step.operands]
+        if all(growth == 0 for growth in growths):
+            return 0
+        if step.op not in ("add", "sub", "neg") or None in growths:
+            return None
+        first, *second = [growth for growth in growths if growth is not None]
+        return -first if step.op == "neg" else first + second[0] if step.op == "add" else first - second[0]
+
+    def needed(self, outputs: "tuple[Operand, ...]", given: Collection[int] = ()) -> set[int]:
+        """The values that some outputs are computed from, and they themselves; nothing of what `given` are computed from."""
         found: set[int] = set()
         open_ends = [x for x in outputs if isinstance(x, int)]
         while open_ends:
@@ -112,7 +138,7 @@ class Program:
             if value in found:
                 continue
             found.add(value)
-            step = self.step(value)
+            step = None if value in given else self.step(value)
             open_ends += [] if step is None else [x for x in step.operands if isinstance(x, int)]
         return found
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import jinja2
 
 from .mod_text import mod_text
+from .mod_text_pallas import pallas_mod_text
 from .spec import KernelSpec, SpecError, Target
 
 
@@ -51,7 +52,9 @@ def render_body(spec: KernelSpec, environment: jinja2.Environment) -> str:
     grids: list[str] = []
     facts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     template = environment.get_template(template_name(spec))
-    mods = mod_text(spec, functools.partial(_without_mods, spec))
+    mods = (pallas_mod_text if spec.target is Target.PALLAS_TPU else mod_text)(
+        spec, functools.partial(_without_mods, spec)
+    )
     body = template.render(spec=spec, mods=mods, **facts, **_helpers(grids))
     if spec.target is Target.PALLAS_TPU:
         _check_grids(body, grids)

@@ -143,11 +143,6 @@ class KernelSpec:
             reasons.append(f"qk_dim is {self.qk_dim} and v_dim {self.v_dim}; a packed array has one head dim")
         if self.target is Target.GLUON_HOPPER:
             reasons += self._refusals_of_gluon()
-        if self.target is Target.PALLAS_TPU and (self.scoremod or self.maskmod):
-            reasons.append(
-                "score_mod and Mask.from_function: functions are not printed into the kernels of pallas_tpu yet; leave "
-                "implementation out, or give a bias or a boolean mask"
-            )
         return reasons
 
     def _refusals_of_gluon(self) -> list[str]:

@@ -38,7 +38,7 @@ class Call:
 class Request:
     """What resolution looks at: shapes, dtype and which features the call uses (`options`, as `KernelSpec` names them).
 
-    `score_mod` and `mask_mod` are the digests of functions.
+    `score_mod` and `mask_mod` are the digests of functions. `dealt`: tokens may not lie in their original order.
     """
 
     layout: str
@@ -55,6 +55,7 @@ class Request:
     deterministic: bool | None = None
     score_mod: str = ""
     mask_mod: str = ""
+    dealt: bool = False
 
     def spec(self, target: Any) -> KernelSpec:
         """The kernel of this request on `target`."""

@@ -18,6 +18,7 @@ _program = importlib.import_module(f"{_package}.program")
 Literal, Capture, Step, Program = (getattr(_program, name) for name in ("Literal", "Capture", "Step", "Program"))
 ARGUMENTS, register, find_program = _program.ARGUMENTS, _program.register, _program.find
 printer = importlib.import_module(f"{_package}.printer")
+mod_reads = importlib.import_module(f"{_package}.mod_reads")
 
 
 def render(spec) -> str:

@@ -1,5 +1,6 @@
 """What a generated kernel imports from eqx_attn, and nothing else."""
 
+from ._distance_blocks import distance_blocks as distance_blocks
 from ._dropout import column_hash as column_hash, row_hash as row_hash, threshold as threshold
 from ._gluon import (
     head_group as head_group,
@@ -10,6 +11,11 @@ from ._gluon import (
 )
 from ._map_blocks import has_bit as has_bit, map_blocks as map_blocks
 from ._map_words import words_of_map as words_of_map
+from ._mod_elements import (
+    element_gradients as element_gradients,
+    elements as elements,
+    elements_by_distance as elements_by_distance,
+)
 from ._mod_evaluate import captured_totals as captured_totals
 from ._pallas import (
     across_lanes as across_lanes,

@@ -21,8 +21,8 @@ from ._operands import Operands, Tile
 
 def sums_in_kernel(spec: KernelSpec, operands: Operands) -> bool:
     """Whether the kernel sums these gradients, in an order that is not the same in each run where elements are scattered."""
-    if spec.target != Target.TRITON:
-        return False
+    if spec.target == Target.PALLAS_TPU:
+        return True
     return not operands.deterministic or not operands.score_mod.scatters
 
 

@@ -6,7 +6,7 @@ import warnings
 import jax
 
 from ._call import Call, Request, Route
-from ._codegen import KernelSpec, Target
+from ._codegen import find_program, KernelSpec, mod_reads, Target
 from ._context import current_context, platform_of
 from ._tuning import compiled_capability, default_tiles, XLA_TILE
 
@@ -67,7 +67,21 @@ def reasons_against(implementation: str, request: Request) -> list[str]:
             f"query, key and value are {request.dtype}; the kernels of {implementation} compute in {', '.join(dtypes)}: "
             "cast the three arrays"
         )
+    if implementation == "pallas_tpu":
+        reasons += _reasons_of_functions(request)
     return reasons + request.spec(Target(implementation)).refusals()
+
+
+def _reasons_of_functions(request: Request) -> list[str]:
+    """Why TPU kernels do not have the request's functions."""
+    programs = [find_program(digest) for digest in (request.score_mod, request.mask_mod) if digest]
+    reasons = [reason for program in programs for reason in mod_reads.refusals(program)]
+    if request.dealt and any(map(mod_reads.reads_by_distance, programs)):
+        reasons.append(
+            "score_mod or Mask.from_function reads an array by the distance of query and key, and the tokens are not in "
+            'order: on TPUs use ContextParallel(..., order="contiguous")'
+        )
+    return reasons
 
 
 def absence(implementation: str, request: Request) -> list[str]:

@@ -115,6 +115,10 @@ class ScoreBlocks:
             return tile
         return tile.T if rows > 1 else jnp.broadcast_to(tile, (tile.shape[0], LANES)).T[:1]
 
+    def result(self, sums: Array) -> Array:
+        """What `untile` has written, in the shape that was given."""
+        return sums.reshape(self.shape)
+
     def grid(self, q_heads: int, q_blocks: int, kv_blocks: int) -> tuple[int, ...]:
         """The grid of a kernel that sums scores to an array like this one: its axes, then those that are summed over.
 

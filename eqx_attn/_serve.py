@@ -208,6 +208,7 @@ def prepare(sizes: Sizes, layout: str, options: Options, spread: Spread | None =
         deterministic=options.deterministic,
         score_mod="" if plan.score_mod is None else plan.score_mod.digest,
         mask_mod="" if plan.mask_mod is None else plan.mask_mod.digest,
+        dealt=order is not None and order.name != "contiguous",
     )
     return request, plan
 

@@ -56,7 +56,7 @@ def kind_of(spec: Any) -> str | None:
 
     Options that take vector memory or bring other loops need tiles of their own.
     """
-    if spec.blocks or spec.dense or spec.bias or spec.dropout or spec.maxlogit:
+    if any((spec.blocks, spec.dense, spec.bias, spec.dropout, spec.maxlogit, spec.scoremod, spec.maskmod)):
         return None
     return f"{spec.mask}_segments" if spec.segments else str(spec.mask)
 
@@ -91,7 +91,9 @@ def _forward_tile(spec: KernelSpec) -> Tile:
     """Of a kernel of bfloat16 arrays."""
     if tpu_generation() == "v4":
         return Tile(512, 512, inner_q=512)  # in a quarter of the others' vector memory
-    if spec.segments or spec.blocks or spec.bias or spec.dense or spec.maxlogit or spec.mask is MaskKind.WINDOW:
+    functions = spec.scoremod or spec.maskmod
+    exact = spec.bias or spec.dense or spec.maxlogit or functions
+    if spec.segments or spec.blocks or exact or spec.mask is MaskKind.WINDOW:
         return Tile(1024, 1024, inner_q=512)
     tall = spec.mask is MaskKind.CAUSAL or max(spec.qk_dim, spec.v_dim) <= 64
     inner_q, inner_kv = (512, 256) if tall else (256, 512)
@@ -106,5 +108,6 @@ def _backward_tile(spec: KernelSpec) -> Tile:
     inner_q = 512 if generation == "7x" and dim <= 128 else 256
     large_units = generation not in ("v5e", "v5p")  # 256 x 256, which take longer to fill
     wide = {MaskKind.FULL: large_units or dim <= 128, MaskKind.CAUSAL: large_units, MaskKind.WINDOW: False}[spec.mask]
-    plain = not (spec.segments or spec.blocks or spec.bias or spec.dense or spec.dropout)
+    functions = spec.scoremod or spec.maskmod
+    plain = not (spec.segments or spec.blocks or spec.bias or spec.dense or spec.dropout or functions)
     return Tile(1024, 2048 if wide and plain else 1024, inner_q=inner_q)
