@@ -2,8 +2,11 @@
 
 import pytest
 
-from eqx_attn.bench import _bundles, _static_rows, _static_spec, _steps
+from eqx_attn import _tuning_tpu
+from eqx_attn._codegen import KernelSpec
+from eqx_attn.bench import __main__ as command, _bundles, _static_rows, _static_spec, _static_tune, _steps
 from eqx_attn.bench._static import Block, Kernel, Measured
+from eqx_attn.bench._static_pool import Job, measure_all
 from eqx_attn.bench._tpu import GENERATIONS
 
 # Of a kernel with a grid of four steps, which libtpu 0.0.48 compiled for v6e; shortened.
@@ -111,7 +114,91 @@ def test_the_best_tile_of_a_kernel_counts():
     assert _static_rows.best_entries(entries, {small.job: _measured(2000), large.job: _measured(1000)}) == [large]
 
 
-def _measured(cycles):
+def _measured(cycles, tile=None):
+    size = (tile.block_q, tile.block_kv) if tile else (1024, 1024)
     step = _steps.Step(cycles, {"matrix": 1.0}, 1.0, 1.0, 0, 0)
     steps = _steps.Steps(step, (), 0, 0, 0, (), 0, 4)
-    return Measured((Kernel("attention", 0, 0, (4,), steps, Block(1024, 1024, 1)),), 0.0)
+    return Measured((Kernel("attention", 0, 0, (4,), steps, Block(*size, 1)),), 0.0)
+
+
+@pytest.mark.parametrize("device, cores, most", [("7x", 1, 2 / 3), ("v5p", 2, 1)])
+def test_a_kernel_is_compiled_and_measured(device, cores, most):
+    """In a process of its own; the second time from the cache.
+
+    The parallel axes reach both cores of a v5p, and each core of a 7x is a device. There a head of 128 fills half of a unit in
+    one product of two.
+    """
+    overrides = (("forward", (("block_q", 512), ("block_kv", 512))),)
+    job = Job(_static_spec.spec_program, ("pallas_tpu/bshd_full_qk128_v128", "fwd", device, 1024, overrides), device)
+    ((_, measured),) = measure_all([job], processes=1)
+    assert not isinstance(measured, str), measured
+    (kernel,) = measured.kernels
+    assert (kernel.name, kernel.block, kernel.cores) == ("attention_forward", Block(512, 512, 1), cores)
+    assert kernel.grid == (1, _static_spec.HEADS, 2, 2) and kernel.vmem > 0
+    useful = _static_spec.useful_of(kernel, device, 128, 128)
+    assert 0 < useful < most and useful <= kernel.steps.whole.array < 1
+    assert list(measure_all([job], processes=1)) == [(job, measured)]
+
+
+REFUSED = {
+    "--static v9": "--static v9: no TPU generation of that name; known are v4, v5e, v5p, v6e, 7x",
+    "--static v6e --tile forward=512x512": "--tile and --direction belong to --spec NAME",
+    "--static v6e --record --spec bshd_full_qk64_v64": "--record writes the whole table: leave out --spec",
+    "--static v6e --spec bshd_full_qk64_v64 --tile backward=512x512": "--tile backward: there is no such kernel; "
+    "pallas_tpu/bshd_full_qk64_v64 has forward, dq, dkv, dbias",
+    "--static v6e --spec bshd_full_qk64_v64 --tile forward=512": "--tile forward=512: expected KERNEL=QxKV, such as "
+    "forward=2048x1024, or KERNEL=FIELD=N",
+    "--static v6e --spec bshd_full_qk64_v64 --tile forward=512x512,width=2": "--tile forward: a tile has no width; it has "
+    "block_q, block_kv, num_warps, num_stages, inner_q, inner_kv, lead, lag",
+    "--static v6e --spec triton/bshd_full_qk64_v64": "--spec triton/bshd_full_qk64_v64: --static measures pallas_tpu kernels",
+    "--static 7x --workload ring": "--workload ring is of v6e, not of 7x",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_the_command_refuses(arguments, capsys):
+    assert command.main(arguments.split()) == 2
+    assert capsys.readouterr().err.strip() == f"eqx_attn.bench could not run: {REFUSED[arguments]}"
+
+
+def _tuned(monkeypatch, cycles, choices):
+    """`tune` of two sizes, where `cycles` says what a step of each takes, or why it does not compile."""
+    monkeypatch.setattr(_static_tune, "CHOICES", {name: (512, 1024) for name in choices})
+    monkeypatch.setattr(_static_tune, "GROUPS", (tuple(choices),))
+
+    def measure(jobs):
+        for job in jobs:
+            tile = _static_spec.tiles_of(spec, "v6e", 8192, job.arguments[4]).forward
+            found = cycles(tile)
+            yield job, found if isinstance(found, str) else _measured(found, tile)
+
+    spec = KernelSpec.from_name("pallas_tpu/bshd_full_qk128_v128")
+    return _static_tune.tune(spec, "v6e", "fwd", 8192, measure)
+
+
+def test_the_tuner_takes_the_faster_tile(monkeypatch):
+    """Cycles by score: those of a block of 512 keys are fewest."""
+    found = _tuned(monkeypatch, lambda tile: tile.block_q * (tile.block_kv + 100 * (tile.block_kv > 512)), ["block_kv"])
+    assert found.overrides == (("forward", (("block_kv", 512),)),)
+    assert found.tiles.forward.block_kv == 512 and found.after > found.before
+
+
+def test_the_tuner_passes_over_what_does_not_compile(monkeypatch):
+    found = _tuned(monkeypatch, lambda tile: 10**6 if tile.block_q == 512 else "out of memory", ["block_q"])
+    assert found.tiles.forward.block_q == 512 and found.before is None
+    with pytest.raises(_static_tune.NothingCompiles, match="no tile of .*bshd_full_qk128_v128 compiles for v6e, fwd"):
+        _tuned(monkeypatch, lambda tile: "out of memory", ["block_q"])
+
+
+def test_kernels_follow_the_table_that_the_tuner_writes(monkeypatch, tmp_path):
+    found = _tuned(monkeypatch, lambda tile: tile.block_q * tile.block_kv + tile.block_q, ["block_q", "block_kv"])
+    _static_tune.write_table(tmp_path / "tiles", [found])
+    monkeypatch.setattr(_tuning_tpu, "__file__", str(tmp_path / "_tuning_tpu.py"))
+    _tuning_tpu._table.cache_clear()
+    try:
+        tiles = _static_spec.tiles_of(found.spec, "v6e", 8192)
+        assert (tiles.forward, tiles.dkv) == (found.tiles.forward, found.tiles.dkv)
+        narrower = KernelSpec.from_name("pallas_tpu/bshd_full_qk96_v96")
+        assert _static_spec.tiles_of(narrower, "v6e", 8192).forward == found.tiles.forward
+    finally:
+        _tuning_tpu._table.cache_clear()
