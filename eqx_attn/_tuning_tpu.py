@@ -13,9 +13,14 @@ from ._vector_memory import tpu_generation
 LANES = 128
 """A TPU's vector registers hold 8 rows (sublanes) of 128 lanes; block sizes are multiples of 128."""
 
+_PART = 256
+"""Rows of the parts of a block (`inner_q`, `inner_kv`), or more. A part of 128 rows takes nearly as long."""
+
 
 def fit_block(block: int, seq: int, map_block: int | None = None) -> int:
     """The block size for `seq` rows: at most `block`, a multiple of 128, with little left over in the last block.
+
+    Where that makes it larger by a fifteenth at most, it is a multiple of 256, so that it consists of whole parts.
 
     With a map whose blocks have `map_block` rows it divides those, so that a block is hidden or seen as a whole; where no
     multiple of 128 does, it is small, so that fewer blocks are seen in part.
@@ -29,7 +34,8 @@ def fit_block(block: int, seq: int, map_block: int | None = None) -> int:
             return max(size for size in range(LANES, block + 1, LANES) if map_block % size == 0)
         block = min(block, 2 * LANES)
     blocks = -(-seq // block)
-    return -(-seq // (blocks * LANES)) * LANES
+    fitted, whole = (-(-seq // (blocks * rows)) * rows for rows in (LANES, _PART))
+    return whole if whole <= block and 15 * whole <= 16 * fitted else fitted
 
 
 def fit_chunk(block_q: int, block_kv: int) -> int:
