@@ -321,7 +321,10 @@ def _copies(route: Route, request: Request) -> str:
             "query, key, value (and dout) are transposed to bhsd before the kernels and results back, since a head dim "
             "that is no multiple of 128 does not lie on the TPU's lanes; layout='bhsd' needs none"
         )
-    return "none but the reshape to [batch, seq, heads * dim], which moves data unless the producer is a 2-d product"
+    return (
+        "none but the reshape to [batch, seq, heads * dim], which moves data unless the producer is a 2-d product; "
+        "backward, lse and the sums of out * dout too, numbers of a query and head"
+    )
 
 
 def _call_words(request: Request, band: Band) -> str:

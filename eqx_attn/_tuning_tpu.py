@@ -13,9 +13,17 @@ from ._vector_memory import tpu_generation
 LANES = 128
 """A TPU's vector registers hold 8 rows (sublanes) of 128 lanes; block sizes are multiples of 128."""
 
+_PART = 256
+"""Rows of the parts of a block (`inner_q`, `inner_kv`), or more. A part of 128 rows takes nearly as long."""
+
+_STEP = 72
+"""What a step without a mask costs beside its queries, in queries."""
+
 
 def fit_block(block: int, seq: int, map_block: int | None = None) -> int:
     """The block size for `seq` rows: at most `block`, a multiple of 128, with little left over in the last block.
+
+    Where that makes it larger by a fifteenth at most, it is a multiple of 256, so that it consists of whole parts.
 
     With a map whose blocks have `map_block` rows it divides those, so that a block is hidden or seen as a whole; where no
     multiple of 128 does, it is small, so that fewer blocks are seen in part.
@@ -29,7 +37,8 @@ def fit_block(block: int, seq: int, map_block: int | None = None) -> int:
             return max(size for size in range(LANES, block + 1, LANES) if map_block % size == 0)
         block = min(block, 2 * LANES)
     blocks = -(-seq // block)
-    return -(-seq // (blocks * LANES)) * LANES
+    fitted, whole = (-(-seq // (blocks * rows)) * rows for rows in (LANES, _PART))
+    return whole if whole <= block and 15 * whole <= 16 * fitted else fitted
 
 
 def fit_chunk(block_q: int, block_kv: int) -> int:
@@ -45,10 +54,24 @@ def pallas_tpu_tiles(spec: KernelSpec, dtype: str, q_seq: int, kv_seq: int) -> T
     """
     tiles = _general_tiles(spec, dtype)
     generation = tpu_generation()
-    if dtype == "float32" or generation is None:
+    if dtype == "float32":
         return tiles
-    found = tuned_tiles(generation, kind_of(spec), max(spec.qk_dim, spec.v_dim))
-    return dataclasses.replace(tiles, **found)
+    if generation is not None:
+        tiles = dataclasses.replace(tiles, **tuned_tiles(generation, kind_of(spec), max(spec.qk_dim, spec.v_dim)))
+    if kind_of(spec) != "full":
+        return tiles
+    return dataclasses.replace(
+        tiles, **{name: _fit_queries(getattr(tiles, name), q_seq) for name in ("forward", "dq", "dkv")}
+    )
+
+
+def _fit_queries(tile: Tile, q_seq: int) -> Tile:
+    """A smaller block of queries where that leaves less beyond the end, all of which is computed.
+
+    A step costs, besides its queries, as much as `_STEP` more (benchmarks/NOTES.md). Of keys nothing beyond the end is computed.
+    """
+    sizes = [tile.block_q, *range(1024, tile.block_q, _PART)]
+    return dataclasses.replace(tile, block_q=min(sizes, key=lambda size: -(-q_seq // size) * (size + _STEP)))
 
 
 def kind_of(spec: Any) -> str | None:

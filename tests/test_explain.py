@@ -97,6 +97,7 @@ def test_copies():
     assert explain(*_shapes(dim=64), device="sm_90a").copies == "none"
     assert "transposed to bhsd" in explain(*_shapes(dim=64), device="v5e").copies
     assert "reshape" in explain(*_shapes(dim=128), device="v5e").copies
+    assert "backward, lse and the sums of out * dout too" in explain(*_shapes(dim=128), device="v6e").copies
     assert explain(*_shapes(dim=64, layout="bhsd"), layout="bhsd", device="v5e").copies == "none"
 
 

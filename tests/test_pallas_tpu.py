@@ -306,12 +306,15 @@ def test_sums_that_do_not_fit_vector_memory(monkeypatch, name, q_seq, heads):
     check(name, make(16, q_seq, 200, dim, dim, heads=heads, batch=2, **bounds))
 
 
-@pytest.mark.parametrize("q_seq, resident", [(48 * 1024, True), (49 * 1024, False)])
-def test_sums_are_resident_where_they_fit_half(q_seq, resident):
-    """On a v6e: 96 MiB to use, and 512 bytes for a query of each of 2 heads."""
+@pytest.mark.parametrize(
+    "q_seq, dtype, resident",
+    [(48, "bfloat16", True), (49, "bfloat16", False), (36, "float32", True), (37, "float32", False)],
+)
+def test_sums_are_resident_where_they_fit_half(q_seq, dtype, resident):
+    """On a v6e: 96 MiB to use, of which float32 results leave less, and 512 bytes for a query of each of 2 heads."""
     with target("v6e"):
         limit = vmem_limit_bytes()
-    sizes = dict(batch=1, kv_heads=1, group=2, q_seq=q_seq, block_q=1024, dim=128, dtype="bfloat16", scale=1.0)
+    sizes = dict(batch=1, kv_heads=1, group=2, q_seq=q_seq * 1024, block_q=1024, dim=128, dtype=dtype, scale=1.0)
     sums = query_sums(limit=limit, columns=False, **sizes)
     assert isinstance(sums, ResidentSums if resident else FetchedSums)
 

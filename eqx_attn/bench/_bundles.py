@@ -21,7 +21,7 @@ DUMP_FLAGS = (
 _DELAY_SLOTS = 4  # Bundles after a branch that run whether it is taken or not.
 _BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(?:[A-Z]{2} *)?: *>* *\{")
 _BRANCH = re.compile(r"sbr\.(?:rel|abs)(?: \(!?%\S+?\))? target bundleno = (\d+)")
-_MATRIX = re.compile(r"vmat(mul|push)\d?\.([\w.]*?)mxu(\d)")
+_MATRIX = re.compile(r"vmat(mul|push)\d?\.((?:\w+(?:\[\d+\])?\.)*)mxu(\d)")  # On 7x with the row of results: `mrb[4]`.
 _LOOP = re.compile(r"\s*loop: start=(\d+), step=(\d+), limit=(\d+)")
 _REGION = re.compile(r"\s*\$region\d+: .*?(?:// (\w+))?\s*$")
 _RANGE = re.compile(r"\s*// region range: \[(\d+), ")
@@ -136,7 +136,10 @@ def _bundles(lines: Iterable[str]) -> Iterator[str]:
 
 def _work(bundle: str, used: dict[str, int]) -> Work:
     work = Work(cycles=1, slots=collections.Counter(used))
-    for operation, modifiers, unit in _MATRIX.findall(bundle) if "vmat" in bundle else ():
+    found = _MATRIX.findall(bundle) if "vmat" in bundle else []
+    if len(found) != bundle.count("vmatmul") + bundle.count("vmatpush"):
+        raise ValueError(f"libtpu dumped a matrix instruction of unknown form: {bundle}")
+    for operation, modifiers, unit in found:
         counts = work.matmuls if operation == "mul" else work.pushes
         counts[_kind(modifiers.split(".")), unit] += 1
     return work

@@ -193,7 +193,7 @@ def _call(params: dict[str, Any]) -> PallasCall:
     return PallasCall(
         name=params["name"],
         grid=tuple(extent if isinstance(extent, int) else None for extent in grid.grid),
-        semantics=tuple(map(str, params["compiler_params"].dimension_semantics or ())),
+        semantics=tuple(map(str, getattr(params["compiler_params"], "dimension_semantics", None) or ())),
         blocks={name: tuple(map(_extent, mapping.block_shape)) for name, mapping in mappings.items()},
         arrays={name: mapping.array_aval.shape for name, mapping in mappings.items()},
     )

@@ -13,7 +13,7 @@ from .._kernels import cache_directory
 from ._static import Block, Kernel, Measured
 from ._steps import Step, Steps
 
-_FORMAT = 4  # Of what is kept; to be raised whenever measuring itself changes.
+_FORMAT = 5  # Of what is kept; to be raised whenever measuring itself changes.
 
 
 def key_of(program_text: str, device: str, options: dict[str, Any]) -> str:

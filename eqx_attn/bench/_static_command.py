@@ -18,7 +18,7 @@ from .._codegen import KernelSpec, REPOSITORY
 from ._environment import commit
 from ._static import Measured
 from ._static_pool import Job, measure_all
-from ._static_rows import Entry, matrix_entries, OURS, row_of, spec_entry, table_of, write_rows
+from ._static_rows import best_entries, Entry, matrix_entries, OURS, row_of, spec_entry, table_of, write_rows
 from ._static_spec import DIRECTIONS, Overrides
 from ._tpu import GENERATIONS
 
@@ -40,8 +40,13 @@ def run(options: argparse.Namespace) -> int:
         found[job] = result
         if options.record and not isinstance(result, str):
             # As they come, so that what was measured before an interruption is there.
-            rows = [row_of(entry, result, commit(options.commit)) for entry in entries if entry.job == job]
+            rows = [
+                row_of(entry, result, commit(options.commit))
+                for entry in best_entries(entries, found)
+                if entry.job == job
+            ]
             write_rows(REPOSITORY / "benchmarks/tpu_static.json", rows, _versions())
+    entries = best_entries(entries, found)
     failed = [(entry, found[entry.job]) for entry in entries if isinstance(found[entry.job], str)]
     faults = [f"{entry.label} {entry.direction} for {entry.generation}: {reason}" for entry, reason in failed]
     _print(table_of(entries, found), faults)

@@ -12,14 +12,11 @@ from ._static import Block, Program
 PEERS = {"jax_splash": "jax", "tokamax_splash": "tokamax"}
 """The package of each."""
 
+PEER_TILES = ((1024, 1024, 512), (2048, 2048, 1024))
+"""Blocks of queries, of keys, and of keys per product, of which each peer's best counts. Others were slower on v6e."""
 
 _MORE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": str(48 * 1024)}
 """Peers leave the limit to XLA's flag, whose default of 16 MiB on some generations rules out their best tiles."""
-
-
-def peer_tile(peer: str, generation: str, head_dim: int, direction: str) -> tuple[int, int, int]:
-    """Its block of queries, of keys, and of keys per product."""
-    return (1024, 1024, 512)
 
 
 def installed_peers() -> list[str]:

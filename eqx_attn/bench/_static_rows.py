@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from .. import _codegen
 from .._codegen import KernelSpec
 from ._static import Kernel, Measured
 from ._static_estimate import call_cycles, Mask, visits_of
-from ._static_peers import installed_peers, peer_program, peer_tile
+from ._static_peers import installed_peers, peer_program, PEER_TILES
 from ._static_pool import Job
 from ._static_spec import (
     Direction,
@@ -73,7 +74,7 @@ def spec_entry(
 
 
 def matrix_entries(generations: list[str], seq: int) -> list[Entry]:
-    """Ours and the installed peers: all head dims, masks and directions of the table."""
+    """Ours, and the installed peers with several tiles: all head dims, masks and directions of the table."""
     entries = []
     for generation in generations:
         for head_dim in HEAD_DIMS:
@@ -81,17 +82,36 @@ def matrix_entries(generations: list[str], seq: int) -> list[Entry]:
                 for direction in DIRECTIONS:
                     spec = KernelSpec.from_name(f"pallas_tpu/bshd_{mask}_qk{head_dim}_v{head_dim}")
                     entries.append(spec_entry(spec, generation, direction, seq))
-                    peers = installed_peers()
-                    entries += [_peer_entry(peer, generation, head_dim, mask, direction, seq) for peer in peers]
+                    for peer, tile in itertools.product(installed_peers(), PEER_TILES):
+                        entries.append(_peer_entry(peer, tile, generation, head_dim, mask, direction, seq))
     return entries
 
 
-def _peer_entry(peer: str, generation: str, head_dim: int, mask: str, direction: Direction, seq: int) -> Entry:
-    tile = peer_tile(peer, generation, head_dim, direction)
+def _peer_entry(
+    peer: str, tile: tuple[int, int, int], generation: str, head_dim: int, mask: str, direction: Direction, seq: int
+) -> Entry:
     arguments = (peer, direction, head_dim, mask, seq, HEADS, tile)
     job = Job(peer_program, arguments, generation)
     label = f"{peer} {mask} {head_dim}"
     return Entry(peer, label, generation, (head_dim, head_dim), mask, PLAIN_MASKS[mask], direction, seq, job)
+
+
+def best_entries(entries: list[Entry], found: dict[Job, Measured | str]) -> list[Entry]:
+    """Of those of the same kernel and case, which differ by their tiles, the one with the largest share.
+
+    Only entries that were found count; one that failed is left where all did.
+    """
+
+    def share(entry: Entry) -> float:
+        result = found[entry.job]
+        return -1.0 if isinstance(result, str) else share_of(result, entry.generation, entry.flops).useful
+
+    best: dict[tuple[str, str, str], Entry] = {}
+    for entry in entries:
+        if entry.job in found:
+            case = (entry.label, entry.generation, entry.direction)
+            best[case] = max(best.get(case, entry), entry, key=share)
+    return list(best.values())
 
 
 def row_of(entry: Entry, measured: Measured, commit: str) -> dict[str, Any]:

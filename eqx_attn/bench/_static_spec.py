@@ -105,10 +105,15 @@ def share_of(measured: Measured, device: str, flops: int) -> Share:
     """All kernels of a call together: the useful share of the matrix units' peak in steps with whole blocks.
 
     `flops` are the useful operations of a score. Kernels without products are left out: they are no part of a step.
+
+    Raises `ValueError` where none has products.
     """
     steps = [(kernel.steps, kernel.block) for kernel in measured.kernels]
     parts = [
         (steps.whole.full_cycles, block.scores) for steps, block in steps if steps is not None and block is not None
     ]
+    if not parts:
+        names = ", ".join(kernel.name for kernel in measured.kernels) or "there is none"
+        raise ValueError(f"no kernel of the program multiplies matrices ({names}), so its step has no useful share")
     per_score = sum(cycles / scores for cycles, scores in parts)
     return Share(per_score * parts[0][1], flops / (per_score * GENERATIONS[device].flops_per_cycle))

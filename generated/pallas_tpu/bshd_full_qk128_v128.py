@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk128_v128
-# digest: 2bf02df3f0654e04
+# digest: 3aaf5209f1f5ea29
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 128], key [batch, kv_seq, kv_heads, 128], value [batch, kv_seq, kv_heads, 128].
@@ -339,14 +339,18 @@ def _backward_kernel(
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)  # [head_dim, block_kv]
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)  # [head_dim, block_kv]
 
-    def accumulate(parts, partial):
+    def accumulate(parts):
         step_sums = sums.fetch(dq_ref, sums_refs, q_block)
+        if q_seq % q_ref.shape[0]:
+
+            @pl.when(q_block == q_seq // q_ref.shape[0])
+            def _():
+                # Queries past the end must not reach the sums, not even as NaN * 0.
+                q_ref[...] = zero_tail(q_ref[...], q_block, q_seq)
+                dout_ref[...] = zero_tail(dout_ref[...], q_block, q_seq)
+
         q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
-        if partial or q_seq % q_ref.shape[0]:
-            # Queries past the end must not reach the sums, not even as NaN * 0.
-            sees = lse[:, :1] < BLIND
-            q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
         q_t_ref[...], dout_t_ref[...] = q.T, dout.T
 
         def score(part):
@@ -378,13 +382,13 @@ def _backward_kernel(
 
     @pl.when(kv_block < kv_seq // k_ref.shape[0])
     def _():
-        accumulate(parts, partial=False)
+        accumulate(parts)
 
     if kv_seq % k_ref.shape[0]:
 
         @pl.when(kv_block == kv_seq // k_ref.shape[0])
         def _():
-            accumulate(partial_parts, partial=True)
+            accumulate(partial_parts)
 
     @pl.when(ends)
     def _():

@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/bshd_full_qk64_v64_dense
-# digest: 01f8ebc4ebf4ff50
+# digest: 254e52e63d6b7ddb
 """Full attention on a TPU, forward and backward.
 
 Query [batch, q_seq, q_heads, 64], key [batch, kv_seq, kv_heads, 64], value [batch, kv_seq, kv_heads, 64].
@@ -275,11 +275,19 @@ def _backward_kernel(
 
     def accumulate(parts, partial):
         step_sums = sums.fetch(dq_ref, sums_refs, q_block)
+        if q_seq % q_ref.shape[0]:
+
+            @pl.when(q_block == q_seq // q_ref.shape[0])
+            def _():
+                # Queries past the end must not reach the sums, not even as NaN * 0.
+                q_ref[...] = zero_tail(q_ref[...], q_block, q_seq)
+                dout_ref[...] = zero_tail(dout_ref[...], q_block, q_seq)
+
         q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
         dense_of = dense.by_part(dense_ref)
-        if partial or q_seq % q_ref.shape[0]:
-            # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
+        if partial:
+            # Queries without any key must not reach the sums, not even as NaN * 0.
             sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
         q_t_ref[...], dout_t_ref[...] = q.T, dout.T

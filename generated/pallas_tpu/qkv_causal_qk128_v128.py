@@ -1,6 +1,6 @@
 # Generated from templates/pallas_tpu/attention.py.jinja by python -m codegen; do not edit.
 # spec: pallas_tpu/qkv_causal_qk128_v128
-# digest: c1c664663ed0251d
+# digest: 733802d74e1e22d0
 """Causal attention on a TPU, forward and backward.
 
 One array [batch, seq, q_heads + 2 * kv_heads, 128] holds the heads of the query, then of the key, then of the value.
@@ -401,10 +401,18 @@ def _backward_kernel(
 
     def accumulate(parts, partial):
         step_sums = sums.fetch(dq_ref, sums_refs, q_block)
+        if q_seq % q_ref.shape[0]:
+
+            @pl.when(q_block == q_seq // q_ref.shape[0])
+            def _():
+                # Queries past the end must not reach the sums, not even as NaN * 0.
+                q_ref[...] = zero_tail(q_ref[...], q_block, q_seq)
+                dout_ref[...] = zero_tail(dout_ref[...], q_block, q_seq)
+
         q, dout = q_ref[...], dout_ref[...]
         lse, delta = across_lanes(lse_ref[...]), across_lanes(delta_ref[...])  # [block_q, 128]
-        if partial or q_seq % q_ref.shape[0]:
-            # Queries past the end or without any key must not reach the sums, not even as NaN * 0.
+        if partial:
+            # Queries without any key must not reach the sums, not even as NaN * 0.
             sees = lse[:, :1] < BLIND
             q, dout = jnp.where(sees, q, 0), jnp.where(sees, dout, 0)
         q_t_ref[...], dout_t_ref[...] = q.T, dout.T
