@@ -20,10 +20,12 @@ from rich.table import Table
 from .. import _codegen
 from .._codegen import digests, KernelSpec, REPOSITORY
 from .._context import interpret
+from .._tuning import compiled_capability
 from ._environment import commit, device_kind, versions
 from ._numerics import compare, computed, expected, make_inputs, NAMES, names_of, Shape, SHAPES, SMALL_SHAPES
 
-_DTYPES = {"triton": ("bfloat16", "float16"), "pallas_tpu": ("bfloat16",)}  # a TPU's compiler takes no float16
+# A TPU's compiler takes no float16.
+_DTYPES = {"triton": ("bfloat16", "float16"), "gluon_hopper": ("bfloat16", "float16"), "pallas_tpu": ("bfloat16",)}
 
 
 @dataclasses.dataclass
@@ -54,12 +56,12 @@ def verify(
     """
     # Worker processes share the device, so none may take all of its memory. Read when a process first uses the device.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    target = "triton" if interpreted else _target()
+    targets = ("triton",) if interpreted else _targets()
     known = [spec.name for spec in _codegen_module("matrix").checked_in()]
-    names = [name for name in known if name.startswith(target) and fnmatch.fnmatchcase(name, glob)]
+    names = [name for name in known if name.startswith(targets) and fnmatch.fnmatchcase(name, glob)]
     if not names:
         raise ValueError(
-            f"--verify {glob} matches no checked-in kernel of {target}; python -m codegen --list shows them"
+            f"--verify {glob} matches no checked-in kernel of {' or '.join(targets)}; python -m codegen --list shows them"
         )
     if unrecorded:
         names = [name for name in names if not _recorded(name)]
@@ -67,7 +69,7 @@ def verify(
             print(f"every kernel that matches {glob} is recorded as right on {device_kind()}")
             return 0
     # A TPU belongs to one process.
-    jobs = 1 if interpreted or target == "pallas_tpu" else min(jobs, len(names))
+    jobs = 1 if interpreted or targets == ("pallas_tpu",) else min(jobs, len(names))
     check = functools.partial(verify_spec, interpreted=interpreted, float32=float32)
     results = {}
     measured = {"versions": versions(), "commit": commit(given_commit)}
@@ -86,14 +88,17 @@ def verify(
     return 1 if bad else 0
 
 
-def _target() -> str:
-    targets = {"gpu": "triton", "tpu": "pallas_tpu"}
+def _targets() -> tuple[str, ...]:
+    """Those whose kernels this device runs."""
+    targets = {"gpu": ("triton",), "tpu": ("pallas_tpu",)}
     platform = jax.default_backend()
     if platform not in targets:
         raise ValueError(
             f"--verify needs a GPU or a TPU, and JAX's default backend here is {platform!r}; --interpret checks the "
             "kernels under Triton's interpreter instead"
         )
+    if platform == "gpu" and compiled_capability() == 90:
+        return ("triton", "gluon_hopper")
     return targets[platform]
 
 
