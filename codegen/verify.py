@@ -24,6 +24,9 @@ from .render import body_digest, render
 from .spec import KernelSpec, Target
 from .tables import console
 
+WITHOUT_PRODUCTS = ("statistics_kernel",)
+"""Kernels that have no use for tensor cores."""
+
 
 class CannotVerify(Exception):
     """A compiler is not installed, or there is nothing of this kind to compile."""
@@ -98,7 +101,7 @@ class Compiled:
         idle = [
             f"{name} has no tensor-core instruction"
             for name, figures in self.kernels.items()
-            if figures.get("tensor_core") == ""
+            if figures.get("tensor_core") == "" and name not in WITHOUT_PRODUCTS
         ]
         return spills + idle
 

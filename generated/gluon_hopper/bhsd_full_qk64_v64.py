@@ -1,6 +1,6 @@
 # Generated from templates/gluon_hopper/attention.py.jinja by python -m codegen; do not edit.
 # spec: gluon_hopper/bhsd_full_qk64_v64
-# digest: 26570fc97848f4ad
+# digest: 7a61ccb35b0f692d
 """Full attention, arrays [batch, heads, seq, dim], head dim 64.
 
 Gluon for NVIDIA GPUs of capability 9.0. One warp has the tensor memory accelerator bring blocks of keys and values into shared
@@ -540,7 +540,7 @@ def dq_producer(buffers, problem, q_desc, k_desc, v_desc, dout_desc):
 
 
 @gluon.jit
-def mask_keys(weights, kv_start, row_start, problem):
+def mask_keys(weights, kv_start, problem):
     """Zeros for the keys that a query does not see, in a block of keys of which some row does not see all."""
     block_kv: gl.constexpr = weights.shape[1]
     some_hidden = kv_start + block_kv > problem.kv_seq
@@ -561,7 +561,6 @@ def dq_step(
     dout,
     lse_2,
     delta,
-    row_start,
     buffers,
     problem,
     first: gl.constexpr,
@@ -585,7 +584,7 @@ def dq_step(
     scores = warpgroup_mma_wait(1 if first else 2, deps=[scores])
     weights = gl.exp2(scores * (problem.scale * LOG2_E) - lse_2[:, None])
     if first:  # the last block of keys, which may be cut off
-        weights = mask_keys(weights, (tile.first + tile.blocks - 1 - step) * block_kv, row_start, problem)
+        weights = mask_keys(weights, (tile.first + tile.blocks - 1 - step) * block_kv, problem)
     dweights = warpgroup_mma_wait(0 if first else 1, deps=[dweights])
     v_ring.release(step)
     dscores = weights * (dweights - delta[:, None])
@@ -616,9 +615,9 @@ def dq_consumer(
     q = matrix(buffers.q, index)
     dout = matrix(buffers.dout, index)
     if tile.blocks > 0:
-        dq, dscores = dq_step(0, tile, dq, 0, q, dout, lse_2, delta, row_start, buffers, problem, True)
+        dq, dscores = dq_step(0, tile, dq, 0, q, dout, lse_2, delta, buffers, problem, True)
         for step in range(1, tile.blocks):
-            dq, dscores = dq_step(step, tile, dq, dscores, q, dout, lse_2, delta, row_start, buffers, problem, False)
+            dq, dscores = dq_step(step, tile, dq, dscores, q, dout, lse_2, delta, buffers, problem, False)
         k = matrix(buffers.k, buffers.k_ring.slot(tile.blocks - 1))
         dq = warpgroup_mma(dscores, k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])

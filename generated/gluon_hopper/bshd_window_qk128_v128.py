@@ -1,6 +1,6 @@
 # Generated from templates/gluon_hopper/attention.py.jinja by python -m codegen; do not edit.
 # spec: gluon_hopper/bshd_window_qk128_v128
-# digest: cfb2f7ce8ca4f039
+# digest: f0284149c08c10af
 """Sliding-window attention, arrays [batch, seq, heads, dim], head dim 128.
 
 Gluon for NVIDIA GPUs of capability 9.0. One warp has the tensor memory accelerator bring blocks of keys and values into shared
@@ -898,7 +898,7 @@ def dkv_consumer(index: gl.constexpr, buffers, problem, dk_ptr, dv_ptr, batch_st
     scores = warpgroup_mma(k, matrix(buffers.q, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     block = tile.first
-    for step in range(0, steps):
+    for step in tl.range(0, steps, disable_licm=True):  # what is hoisted lies in registers
         scores, dk, dv = dkv_step(step, steps, block * block_q, scores, dk, dv, k, v, row_start, buffers, problem)
         block += 1
         block = gl.where(block == tile.first + tile.blocks, tile.first, block)  # the next query head
