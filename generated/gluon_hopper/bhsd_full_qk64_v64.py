@@ -1,6 +1,6 @@
 # Generated from templates/gluon_hopper/attention.py.jinja by python -m codegen; do not edit.
 # spec: gluon_hopper/bhsd_full_qk64_v64
-# digest: 7a61ccb35b0f692d
+# digest: f45d2c84eab09c73
 """Full attention, arrays [batch, heads, seq, dim], head dim 64.
 
 Gluon for NVIDIA GPUs of capability 9.0. One warp has the tensor memory accelerator bring blocks of keys and values into shared
@@ -763,7 +763,7 @@ def store_gradients(dk, dv, staging, tile, row_start, problem, dk_ptr, dv_ptr, b
 
 
 @gluon.jit
-def dkv_step(step, steps, q_start, scores, dk, dv, k, v, row_start, buffers, problem):
+def dkv_step(step, steps, scores, dk, dv, k, v, buffers, problem):
     """One block of queries into dk and dv, from its scores [keys, queries]; and the scores of the next block."""
     layout: gl.constexpr = scores.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
@@ -810,7 +810,7 @@ def dkv_consumer(index: gl.constexpr, buffers, problem, dk_ptr, dv_ptr, batch_st
     scores = warpgroup_mma(k, matrix(buffers.q, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     for step in range(0, steps):
-        scores, dk, dv = dkv_step(step, steps, 0, scores, dk, dv, k, v, row_start, buffers, problem)
+        scores, dk, dv = dkv_step(step, steps, scores, dk, dv, k, v, buffers, problem)
     store_gradients(dk, dv, v, tile, row_start, problem, dk_ptr, dv_ptr, batch_stride, head_stride, row_stride)
 
 
